@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine", "Engine", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
-# torch misses a NumPy that nothing here uses.
+# torch warns about a missing NumPy, which this package does not use.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 _HOME = {
@@ -33,7 +33,7 @@ def _installed_version() -> str:
 
     try:
         return version("compiled-mtp")
-    except PackageNotFoundError:  # A tree that is run from where it lies.
+    except PackageNotFoundError:  # A source tree that is not installed.
         return "0+uninstalled"
 
 
@@ -42,7 +42,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, so that the scheduler and the command line's errors never wait for torch.
+    # Import lazily, so that the scheduler and errors of the command line do not load torch.
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     if name == "__version__":

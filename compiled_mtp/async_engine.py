@@ -1,8 +1,8 @@
 """AsyncEngine: an Engine for asyncio programs. One thread steps, each request is an async iterator.
 
-Requests are tokenised, their grammars compiled and queued by threads of their own, since that may take
-longer than a step. Aborts are commands in an inbox, taken between two steps by the thread that steps; what a
-step gives goes to the event loops in one call each.
+Other threads tokenise requests, compile their grammars and queue them, because that may take longer than a
+step. Aborts are commands in an inbox, which the stepping thread runs between two steps. It passes a step's
+outputs to each event loop in one call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from compiled_mtp.errors import check_type, quote
 from compiled_mtp.request import RequestOutput, SamplingParams
 
-if TYPE_CHECKING:  # What it comes from waits for torch.
+if TYPE_CHECKING:  # Its module imports torch.
     from compiled_mtp.engine import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_OPEN = 128
 DEFAULT_STREAM_BUFFER = 1024
 # Every shape is compiled before the first step, so the longest step is a prefill chunk: seconds on a GPU, and
-# some four minutes for 512 tokens of a model of 27B on a CPU with two cores.
+# about four minutes for 512 tokens of a 27B model on a CPU with two cores.
 DEFAULT_STEP_TIMEOUT_S = 300.0
-# They hold the interpreter's lock but for the time in which they compile grammars and tokenise.
+# They release the interpreter's lock only while they compile grammars and tokenise.
 _ADDING_THREADS = 2
-# How often an engine without requests is asked whether it lives.
+# Seconds between health checks of an engine without requests.
 _CHECK_S = 1.0
-# How often `close` looks whether the step that it waits for hangs.
+# Seconds between the checks of `close` whether the step that it waits for hangs.
 _JOIN_S = 0.5
 
 Status = Literal["ok", "draining", "hung", "stopped"]
 
 
 class SteppedEngine(Protocol):
-    """What AsyncEngine needs of an Engine. `add_request` is called by any thread, the others by one."""
+    """The part of an Engine that AsyncEngine uses. Any thread calls `add_request`; one calls the others."""
 
     def add_request(
         self,
@@ -70,13 +70,13 @@ class SteppedEngine(Protocol):
 
 
 class Observer(Protocol):
-    """Is told of every step, by the thread that steps: what it does delays the next step."""
+    """Gets every step's outputs, in the stepping thread: its work delays the next step."""
 
     def on_step(self, outputs: Sequence[RequestOutput], seconds: float, stats: EngineStats) -> None: ...
 
 
 class QueueFullError(RuntimeError):
-    """No more requests are taken for now; `retry_after_s` is when one of those that run may have ended."""
+    """The queue is full; `retry_after_s`: the seconds after which a running request may have ended."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ class QueueFullError(RuntimeError):
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine takes nothing any more: it is being shut down, or it died. `code` names it to clients."""
+    """The engine takes no more requests: it is shutting down or died. `code`: its name for clients."""
 
     code = "stopped"
 
@@ -103,8 +103,8 @@ class Stream:
     """The outputs of one request, all choices of it, for one reader on the event loop that added it.
 
     Ends when every choice has had its output with a finish_reason. Raises SlowReaderError or
-    EngineStoppedError in the place of outputs that were lost; those before it are delivered first. `put` and
-    `fail` are its writer's, on the same loop; on_abort is called once, from any thread, when nobody reads on.
+    EngineStoppedError in place of lost outputs, after the outputs before them. The writer calls `put` and
+    `fail` on the same loop. on_abort is called at most once, from any thread, when the reader stops reading.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Stream:
         self.is_aborted = False
         self.loop = loop
         self.num_choices = num_choices
-        # Choices whose last outputs the stepping thread, and this stream, are still to see.
+        # Choices whose last outputs have not reached the stepping thread, and this stream.
         self.num_running = num_choices
         self._num_due = num_choices
         self._on_abort = on_abort
@@ -142,13 +142,13 @@ class Stream:
         return self._outputs.popleft()
 
     def abort(self) -> None:
-        """End the request within a step, from any thread; nothing happens if it has ended."""
+        """End the request within a step, from any thread; does nothing for one that has ended."""
         if not self._is_complete and not self.is_aborted:
             self.is_aborted = True
             self._on_abort(self)
 
     def take_ready(self) -> list[RequestOutput]:
-        """Return what has come and was not read, without waiting."""
+        """Return the unread outputs, without waiting."""
         ready = list(self._outputs)
         self._outputs.clear()
         return ready
@@ -169,7 +169,7 @@ class Stream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End with an error, unless all is there."""
+        """End with an error, unless all outputs have come."""
         if not self._is_complete:
             self._error, self._is_complete = error, True
             self._wake()
@@ -183,10 +183,9 @@ class Stream:
 class AsyncEngine:
     """Steps an engine in a thread of its own; requests are added, read and aborted from any event loop.
 
-    max_open bounds the choices that run or wait, stream_buffer the outputs of one choice
-    that nobody has read. An engine whose step has run for more than `step_timeout_s` seconds is hung: it
-    takes no request until that step ends. Owns the engine: nothing else may call it, and it is closed with
-    this.
+    max_open bounds the choices that run or wait, and stream_buffer the unread outputs of one choice. An
+    engine whose step has run for more than `step_timeout_s` seconds is hung: it takes no request until that
+    step ends. Owns the engine: nothing else may call it, and `close` closes it too.
     """
 
     def __init__(
@@ -209,12 +208,12 @@ class AsyncEngine:
         self._observer = observer
         self._stream_buffer = stream_buffer
         self._step_timeout_s = step_timeout_s
-        # When the stepping thread last began a turn of its loop; None while it waits for something to do.
+        # When the stepping thread began its current loop iteration; None while it waits for a command.
         self._turn_began_s: float | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._mean_total_s = 1.0
-        # Guards what follows, and that nothing enters the inbox once nobody empties it.
+        # Guards the fields below, and the inbox: no command may enter it after the stepping thread has ended.
         self._lock = threading.Lock()
         self._num_open = 0
         self._closing: EngineStoppedError | None = None
@@ -226,8 +225,9 @@ class AsyncEngine:
 
     @property
     def status(self) -> Status:
-        """Return "ok" for an engine that takes requests, "draining" for one that only ends those it has,
-        "hung" while its step takes too long, "stopped" when it decodes nothing any more."""
+        """The state of the engine: "ok" while it takes requests, "draining" while it only ends those it has,
+        "hung" while a step takes too long, "stopped" when it decodes no more.
+        """
         if self._stopped is not None:
             return "stopped"
         if self._is_hung:
@@ -236,13 +236,13 @@ class AsyncEngine:
 
     @property
     def step_age_s(self) -> float:
-        """Seconds that the running step has taken, 0 while there is nothing to step."""
+        """Seconds that the running step has taken; 0 while there is nothing to step."""
         began_s = self._turn_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     @property
     def num_open(self) -> int:
-        """Requests that run, wait or are about to be added."""
+        """Choices that run, wait or are about to be added."""
         return self._num_open
 
     async def generate(
@@ -281,7 +281,7 @@ class AsyncEngine:
         return (await self.add_all([request]))[0]
 
     async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
-        """Add several requests or, where one of them is refused, none. Raises as `add`."""
+        """Add several requests; if one of them is refused, none. Raises as `add`."""
         loop = asyncio.get_running_loop()
         streams = [Stream(self._abort, loop, self._stream_buffer, _count_choices(one)) for one in requests]
         num_choices = sum(stream.num_choices for stream in streams)
@@ -301,7 +301,7 @@ class AsyncEngine:
         return streams
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests, wait for those that are open, and close; return whether all of them ended.
+        """Take no more requests, wait for the open ones, and close; return whether all of them ended.
 
         After `timeout_s` seconds the others end with EngineStoppedError, after the outputs that they have.
         """
@@ -321,7 +321,7 @@ class AsyncEngine:
     def close(self) -> None:
         """End the thread and the engine, from any thread; open streams raise EngineStoppedError.
 
-        A step that hangs is left behind: its thread ends the engine should the step ever end.
+        A step that hangs is abandoned: its thread closes the engine if the step ever ends.
         """
         with self._lock:
             if self._stopped is None:
@@ -330,8 +330,8 @@ class AsyncEngine:
             self._thread.join(min(_JOIN_S, self._step_timeout_s))
         if self._thread.is_alive():
             error = self._hung_error()
-            logger.critical("%s; the engine is left behind", error)
-            self._tell_all(error)
+            logger.critical("%s; the engine is abandoned", error)
+            self._fail_all(error)
 
     @property
     def _is_hung(self) -> bool:
@@ -340,7 +340,7 @@ class AsyncEngine:
     def _hung_error(self) -> EngineHungError:
         return EngineHungError(
             f"a step must end within {self._step_timeout_s:g} s (step_timeout_s), got one that has run for "
-            f"{self.step_age_s:.1f} s; start the process again, or raise it for a slow device"
+            f"{self.step_age_s:.1f} s; restart the process, or raise step_timeout_s for a slow device"
         )
 
     def _check_open(self, num_more: int) -> None:
@@ -366,7 +366,7 @@ class AsyncEngine:
                 self._inbox.put(lambda: self._abort_now(stream))
 
     def _add_in_order(self, streams: Sequence[Stream], requests: Sequence[Mapping[str, Any]]) -> None:
-        """Queue requests, in one of the threads for it, up to the first that is refused."""
+        """Queue requests, in an adding thread, up to the first that is refused."""
         for index, (stream, request) in enumerate(zip(streams, requests, strict=True)):
             try:
                 self._add_now(stream, request)
@@ -386,12 +386,12 @@ class AsyncEngine:
                 raise EngineStoppedError(*self._stopped.args) from error
             raise
         if stream.is_aborted:
-            # The engine did not know the request when the abort was asked for.
+            # The engine did not have the request yet when `abort` was called.
             self._abort(stream)
         self._inbox.put(_wake)
 
     def _register(self, streams: Sequence[Stream], requests: Sequence[Mapping[str, Any]]) -> None:
-        """Open streams under their request ids; the lock is held. Of two with one id, the first to ask wins.
+        """Open streams under their request ids; the caller holds the lock. An id in use is refused.
 
         Runs before the requests are queued, because their outputs may come at once.
         """
@@ -415,7 +415,7 @@ class AsyncEngine:
             if self._stopped is None:
                 self._num_open -= stream.num_choices
 
-    # What follows runs in the stepping thread.
+    # The methods below run in the stepping thread.
 
     def _run(self) -> None:
         engine = self._engine
@@ -428,14 +428,14 @@ class AsyncEngine:
                     start = time.perf_counter()
                     outputs = engine.step()
                     self.stats = engine.stats()
-                    # Counted first: whoever has an answer finds it in the metrics.
+                    # Before the outputs are passed on: a client with an answer must find it in the metrics.
                     if self._observer is not None:
                         self._observer.on_step(outputs, time.perf_counter() - start, self.stats)
                     self._dispatch(outputs)
         except BaseException as error:
             reason = f"the engine died: {error!r}"
-            logger.critical("%s; no request can be decoded until the process is started again", reason)
-            logger.debug("where it died", exc_info=error)
+            logger.critical("%s; restart the process to decode requests again", reason)
+            logger.debug("traceback of the engine's error", exc_info=error)
         self._end(EngineStoppedError(reason))
 
     def _obey(self, is_idle: bool) -> None:
@@ -449,7 +449,7 @@ class AsyncEngine:
             self._inbox.get()()
 
     def _wait_for_command(self) -> Callable[[], None]:
-        """The next command of the inbox. Raises what has ended the engine meanwhile."""
+        """Return the next command of the inbox. Raises the error that ended the engine, if one did."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._inbox.get(timeout=_CHECK_S)
@@ -478,9 +478,9 @@ class AsyncEngine:
                     self._abort_now(stream)
 
     def _abort_now(self, stream: Stream) -> None:
-        # Its id may be another's by now.
+        # Another request may use its id by now.
         if self._streams.get(stream.request_id) is stream:
-            # One that has just ended is unknown to the engine; its last output is on its way.
+            # The engine does not know a request that has just ended; its last output is on its way.
             with contextlib.suppress(ValueError):
                 self._engine.abort(stream.request_id)
 
@@ -488,15 +488,15 @@ class AsyncEngine:
         self._is_stopping = True
 
     def _end(self, error: EngineStoppedError) -> None:
-        """Tell every stream, and close the engine."""
-        self._tell_all(error)
+        """End every stream with an error, and close the engine."""
+        self._fail_all(error)
         try:
             self._engine.close()
-        except Exception as failure:  # It died, so this may fail too; everybody has been told.
+        except Exception as failure:  # The engine died, so `close` may fail; all streams have ended.
             logger.debug("the engine could not be closed", exc_info=failure)
 
-    def _tell_all(self, error: EngineStoppedError) -> None:
-        """End every stream with an error; whoever is about to add one hears it too."""
+    def _fail_all(self, error: EngineStoppedError) -> None:
+        """End every stream with an error; calls that are about to add one raise it too."""
         with self._lock:
             self._stopped = error
             streams, self._streams = list(self._streams.values()), {}
@@ -509,12 +509,12 @@ class AsyncEngine:
 def _count_choices(request: Mapping[str, Any]) -> int:
     params = request.get("params")
     check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
-    check_type("request_id", request.get("request_id"), str, "leave it out for one of our own")
+    check_type("request_id", request.get("request_id"), str, "leave it out for a new id")
     return 1 if params is None else int(params.n)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
-    """Run `function` on a loop of another thread; False if that loop was closed."""
+    """Run `function` on a loop of another thread; return False if that loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
@@ -528,4 +528,4 @@ def _deliver(batch: Sequence[tuple[Stream, RequestOutput]]) -> None:
 
 
 def _wake() -> None:
-    """The command that does nothing: there is something to step."""
+    """Do nothing; the command wakes the stepping thread, because a request was queued."""

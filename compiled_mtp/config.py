@@ -1,7 +1,7 @@
-"""EngineConfig: what the engine is told by its caller.
+"""EngineConfig: the caller's settings of an engine.
 
-Every environment variable is read here. Nothing here imports torch: dtypes are strings, and numbers that
-follow from others are results of pure methods.
+Every environment variable of the engine is read here. Nothing here imports torch: dtypes are strings, and
+pure methods compute numbers that follow from others.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 
 ENV_PREFIX = "COMPILED_MTP_"
-# Settings of the service: not the engine's, and so not unknown to it.
+# Variables with this prefix belong to the service; EngineConfig does not refuse them as unknown.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
-# Of a checkpoint without an MTP head.
+# The remedy for a checkpoint without an MTP head.
 HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
-# Half of the rows at which the partial sums of a wide FP8 weight pass 4 GiB, an eighth of what the second
-# axis of a launch grid takes.
+# Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of
+# a launch grid's second axis.
 MOST_PREFILL_CHUNK = 8192
-# From 512 to 2,048 rows the products of 4B gain a fifth and those of 27B a tenth; but who decodes waits for
-# a chunk, of 27B 170 ms instead of 40: so where there is such a request chunks are short. Narrow products
-# need more rows to fill a GPU, and 4,096 rows of half the width of 27B take no more memory than its 2,048.
+# Products get faster with more rows: from 512 to 2,048 by a fifth for 4B and a tenth for 27B. But requests
+# that decode wait for a chunk (27B: 170 ms instead of 40), so chunks are short while there are any. Narrow
+# products need more rows to fill a GPU, and 4,096 rows of half the width of 27B take no more memory than its
+# 2,048.
 _GPU_CHUNK, _NARROW_CHUNK, _BUSY_CHUNK, _CPU_CHUNK = 2048, 4096, 512, 512
 _NARROW = 2560
-# Up to so many rows a GPU that reads 27B's weights is not yet held up by its products.
+# Up to this many rows a GPU takes longer to read 27B's weights than to multiply by them.
 _ROWS_FOR_NOTHING = 256
 
 
 def split_at_commas(value: Any) -> Any:
-    """Part at commas 'a,b', as the environment gives it, or each of ['a,b', 'c'], as a repeated flag does."""
+    """Split at commas 'a,b', from the environment, or each of ['a,b', 'c'], from a repeated flag."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple):
@@ -71,7 +72,7 @@ def _depth_or_auto(value: Any) -> Any:
 
 
 def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
-    """Return the environment variables that begin with `prefix` but name none of `known`."""
+    """Return the environment variables that begin with `prefix` and name none of `known`."""
     names = {k: k.lower().removeprefix(prefix.lower()) for k in os.environ}
     return sorted(k for k, name in names.items() if name != k.lower() and name not in known)
 
@@ -92,7 +93,7 @@ def _count_or_file(value: Any) -> Any:
 
 
 class Torchrun(BaseSettings):
-    """What torchrun tells each process that it starts; of one that it has not, run_id is None."""
+    """The variables that torchrun sets in each process that it starts; run_id is None in others."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
 
@@ -106,18 +107,18 @@ class Torchrun(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _ignore_others(cls, values: Any) -> Any:
-        # Other starters set some of the same names.
+        # Other launchers set some of the same names.
         return values if values.get("TORCHELASTIC_RUN_ID") else {}
 
     @property
     def has_others(self) -> bool:
-        """Whether it has started other processes beside this one."""
+        """Whether torchrun has started more processes than this one."""
         return self.run_id is not None and self.world_size > 1
 
     def check_ranks(self, tensor_parallel: int) -> None:
-        """Raise ValueError unless its processes are as many as the engine's ranks, on one machine."""
+        """Raise ValueError unless torchrun started one process per rank of the engine, on one machine."""
         if self.has_others:
-            rule = f"be {self.world_size}, the processes that torchrun has started"
+            rule = f"be {self.world_size}, the number of processes that torchrun started"
             fits = tensor_parallel == self.world_size
             remedy = "give --nproc-per-node and tensor_parallel the same number"
             check(fits, "tensor_parallel", rule, tensor_parallel, remedy)
@@ -145,7 +146,7 @@ class EngineConfig(BaseSettings):
     )
     offline: bool = Field(
         default=False,
-        description="True never to download: a repository must be in the local Hugging Face cache",
+        description="True to never download: a repository must be in the local Hugging Face cache",
         json_schema_extra=NOT_TRACED,
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -162,32 +163,32 @@ class EngineConfig(BaseSettings):
     weight_recipe: Literal["auto", "w8a8", "w8a16"] = Field(
         default="auto",
         description="how FP8 weights are multiplied: w8a8 with activations quantised in groups of 128, as "
-        "such checkpoints are made for, w8a16 with activations as they are; auto for w8a8, but for w8a16 "
-        "on a GPU below compute capability 9.0, and on one with little shared memory (12.0, say)",
+        "such checkpoints are made for, w8a16 with unquantised activations; auto for w8a8, except w8a16 on a "
+        "GPU below compute capability 9.0 or with little shared memory (12.0, for example)",
     )
     mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
         default="auto",
-        description="tokens drafted a step, 0 to 7; 0 is plain decode; default: auto, which follows the text "
-        "with mtp_depths",
+        description="tokens drafted per round, 0 to 7; 0 is plain decode; default: auto, which chooses among "
+        "mtp_depths as the text goes",
     )
     mtp_depths: Annotated[tuple[_Depth, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=(0, 1, 2, 3, 5),
-        description="with mtp_step=auto the numbers of drafts to choose from, each 0 to 7, separated by "
-        "commas; the largest sizes the buffers",
+        description="with mtp_step=auto, the numbers of drafts to choose from, each 0 to 7, separated by "
+        "commas; the largest one sets the size of buffers",
         json_schema_extra=NOT_TRACED,
     )
     max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
-        description="batches that get a compiled shape of their own, separated by commas; default: doubling "
+        description="batch sizes with a compiled shape of their own, separated by commas; default: doubling "
         "up to max_batch",
         json_schema_extra=NOT_TRACED,
     )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="the most tokens of prompt and output together; default: the checkpoint's limit. A pool "
-        "that holds less of one request bounds it too",
+        description="the most tokens of prompt and output together; default: the checkpoint's limit. The "
+        "tokens that num_blocks hold bound it too",
     )
     block_size: int = Field(
         default=64, ge=16, multiple_of=16, description="tokens of a KV block, a multiple of 16"
@@ -202,8 +203,8 @@ class EngineConfig(BaseSettings):
         default=None,
         ge=0,
         le=2**20,
-        description="GiB of host memory, 0 for none, for requests that must leave while blocks are short, "
-        "taken as they are needed; what does not fit is computed again; default: a tenth of what is free",
+        description="GiB of host memory, 0 for none, for requests that are offloaded while blocks are short, "
+        "allocated as needed; requests that do not fit are recomputed; default: a tenth of free memory",
         json_schema_extra=NOT_TRACED,
     )
     tensor_parallel: int = Field(
@@ -212,7 +213,7 @@ class EngineConfig(BaseSettings):
     )
     exchange: Literal["auto", "symmetric", "nccl", "gloo"] = Field(
         default="auto",
-        description="how ranks exchange what they compute: on GPUs symmetric (memory that all may write) or "
+        description="how ranks exchange partial results: on GPUs symmetric (memory that all may write) or "
         "nccl, on CPUs gloo; no token depends on it",
     )
     prefill_chunk: int | None = Field(
@@ -220,36 +221,36 @@ class EngineConfig(BaseSettings):
         ge=64,
         le=MOST_PREFILL_CHUNK,
         multiple_of=64,
-        description="tokens of a prefill chunk, the most of a prompt in one launch, a multiple of 64 and of "
+        description="tokens of a prefill chunk, the most of a prompt per launch, a multiple of 64 and of "
         f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {_CPU_CHUNK} on a CPU, "
         f"{_GPU_CHUNK} on a GPU ({_NARROW_CHUNK} for a hidden_size up to {_NARROW}), and {_BUSY_CHUNK} there "
         "while other requests decode",
     )
     prefix_cache: bool = Field(
         default=True,
-        description="False to prefill every prompt from its beginning, whatever was prefilled before",
+        description="False to prefill every prompt from its beginning, without reuse of earlier prompts",
         json_schema_extra=NOT_TRACED,
     )
     prefix_cache_gb: float | None = Field(
         default=None,
         gt=0,
         le=2**20,
-        description="GiB of the device for the states that prompts resume from, and on a GPU at most as many "
-        "of host memory for what leaves it; default: 4, or an eighth of the memory that is free for caches "
-        "where that is less",
+        description="GiB of device memory for the state snapshots that prompts resume from, and on a GPU at "
+        "most as many of host memory for what the device evicts; default: 4, or an eighth of the memory that "
+        "is free for caches if that is less",
         json_schema_extra=NOT_TRACED,
     )
     compile: Literal["auto", "off", "on"] = Field(
         default="auto",
-        description="off to run without torch.compile, on a GPU as graphs captured of the code as it is, "
-        "which starts quickest; on to insist on it",
+        description="off to run without torch.compile, on a GPU with graphs captured from eager code, which "
+        "starts fastest; on to require it",
         json_schema_extra=NOT_TRACED,
     )
     graph_mode: Literal["auto", "reduce-overhead", "replay", "off"] = Field(
         default="auto",
         description="how a step is replayed on a GPU, by torch (if compiled) or a graph captured by hand; "
-        "off to launch every kernel by itself, for debugging; auto: off with reference_ops, as its "
-        "graph_cache was made, else reduce-overhead for models of 1 GiB and more",
+        "off to launch every kernel by itself, for debugging; auto: off with reference_ops, the mode of a "
+        "graph_cache, else reduce-overhead for models of at least 1 GiB",
         json_schema_extra=NOT_TRACED,
     )
     graph_cache: Path | None = Field(
@@ -257,22 +258,22 @@ class EngineConfig(BaseSettings):
     )
     draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
         default=None,
-        description="draft only from that many lowest ids, or from the ids in a file (one a line, or a JSON "
-        "list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
+        description="draft only from this many lowest ids, or from the ids in a file (one per line, or a "
+        "JSON list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
         json_schema_extra=NOT_TRACED,
     )
     draft_head_dtype: Literal["auto", "float8_e4m3fn"] = Field(
         default="auto",
-        description="of the rows of the head that drafts read: the weights' dtype, or FP8 in blocks of 128, "
-        "which is a copy of its own",
+        description="dtype of the output head's rows that drafts read: auto for the weights' dtype, or FP8 "
+        "in blocks of 128, which takes a copy",
         json_schema_extra=NOT_TRACED,
     )
     seed: int | None = Field(
         default=None,
         ge=0,
         lt=2**63,
-        description="seed of requests that bring none, 0 to 2**63 - 1: the first to arrive has it, "
-        "those of the others are derived from it and their number; default: from the operating system",
+        description="seed of requests without one, 0 to 2**63 - 1: the first to arrive has it, the seeds of "
+        "the others are derived from it and their number; default: from the operating system",
         json_schema_extra=NOT_TRACED,
     )
     synthetic_acceptance: float | None = Field(
@@ -280,12 +281,12 @@ class EngineConfig(BaseSettings):
     )
     check_weights: bool = Field(
         default=False,
-        description="True to look for NaN and infinity in every weight at load; on a GPU that is always done",
+        description="True to look for NaN and infinity in every weight at load; always done on a GPU",
         json_schema_extra=NOT_TRACED,
     )
     allow_extra_tensors: bool = Field(
         default=False,
-        description="True to skip tensors of the checkpoint that the model has no use for, and a warning "
+        description="True to skip tensors of the checkpoint that the model does not use, with a warning that "
         "names them; else they are refused",
         json_schema_extra=NOT_TRACED,
     )
@@ -293,12 +294,12 @@ class EngineConfig(BaseSettings):
         default=None,
         ge=0,
         le=1,
-        description="steps launched before the last result is read, 0 or 1; default: 0 on a CPU, 1 on CUDA",
+        description="steps launched before the last result is read, 0 or 1; default: 0 on a CPU, 1 on a GPU",
         json_schema_extra=NOT_TRACED,
     )
     reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=(),
-        description="operators put back on their reference, separated by commas",
+        description="operators that run their reference, separated by commas",
         json_schema_extra=NOT_TRACED,
     )
     num_threads: int | None = Field(
@@ -331,11 +332,11 @@ class EngineConfig(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bools(cls, value: Any, info: ValidationInfo) -> Any:
-        # To pydantic, as to Python, True is the number 1.
+        # pydantic, like Python, takes True as the number 1.
         entries = value if isinstance(value, list | tuple) else (value,)
         name = str(info.field_name)
         if cls.model_fields[name].annotation is not bool and any(isinstance(one, bool) for one in entries):
-            raise fail(name, "not be a bool", value, "write out what it is to be")
+            raise fail(name, "not be a bool", value, "give its value")
         return value
 
     @field_validator("mtp_depths")
@@ -347,14 +348,14 @@ class EngineConfig(BaseSettings):
     @field_validator("model", mode="before")
     @classmethod
     def _keep_relative(cls, value: Any) -> Any:
-        # A path drops the "./" that says that it is no repository of the Hub.
+        # Path drops the "./" that marks a directory rather than a repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
     @field_validator("model", "graph_cache", "draft_vocab")
     @classmethod
     def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:
-            # The environment, and --flag=~/file, bring what no shell has expanded.
+            # No shell expands "~" in the environment or in --flag=~/file.
             return value.expanduser() if isinstance(value, Path) else value
         except RuntimeError as error:
             raise fail(str(info.field_name), "be a path", value, f"{error}; write it out") from None
@@ -409,16 +410,19 @@ class EngineConfig(BaseSettings):
 
     @property
     def resume_step(self) -> int:
-        """A prompt may resume at multiples of so many tokens: whole blocks, whole chunks of GDN layers."""
+        """The tokens at whose multiples a prompt may resume: whole blocks, and whole chunks of GDN layers."""
         return math.lcm(PREFILL_MULTIPLE, self.block_size)
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """The numbers of drafts that rounds have, smallest first: one, but for mtp_step "auto"."""
+        """The numbers of drafts that rounds may have, ascending: several only for mtp_step "auto"."""
         return (self.mtp_step,) if self.mtp_step != "auto" else tuple(sorted({*self.mtp_depths}))
 
     def settle(self, model: ModelConfig, path: Path) -> EngineConfig:
-        """This config for the checkpoint `model` in `path`: "auto" drafts nothing without an MTP head."""
+        """Return this config for the checkpoint `model` in `path`; "auto" becomes 0 without an MTP head.
+
+        Raises ValueError for another mtp_step above 0 without an MTP head.
+        """
         if model.mtp_num_layers or not self.depths[-1]:
             return self.model_copy(update={"model": path})
         rule = "be 0 for a checkpoint without mtp.* tensors"
@@ -427,7 +431,7 @@ class EngineConfig(BaseSettings):
         return self.model_copy(update={"model": path, "mtp_step": 0})
 
     def resolve_dtype(self, device: str, model: ModelConfig) -> Literal["float32", "bfloat16"]:
-        """The dtype of weights and activations on `device` ('cpu' or 'cuda')."""
+        """Return the dtype of weights and activations on `device` ('cpu' or 'cuda')."""
         if self.dtype != "auto":
             return self.dtype
         if device == "cpu" or model.dtype == "float32":
@@ -438,7 +442,7 @@ class EngineConfig(BaseSettings):
         raise fail("dtype", "be float32 or bfloat16", got, "pass dtype='bfloat16'")
 
     def resolve_max_model_len(self, model: ModelConfig) -> int:
-        """The most tokens of one request; by default the checkpoint's limit."""
+        """Return the most tokens of one request; by default the checkpoint's limit."""
         limit = model.max_position_embeddings
         if self.max_model_len is None:
             return limit
@@ -447,7 +451,7 @@ class EngineConfig(BaseSettings):
         return self.max_model_len
 
     def resolve_prefill_chunk(self, device: str, model: ModelConfig) -> int:
-        """The most tokens of a prompt in one launch on `device` ('cpu' or 'cuda')."""
+        """Return the most tokens of a prompt per launch on `device` ('cpu' or 'cuda')."""
         if self.prefill_chunk is not None:
             return self.prefill_chunk
         if device == "cpu":
@@ -455,32 +459,34 @@ class EngineConfig(BaseSettings):
         return self._whole_steps(_NARROW_CHUNK if model.hidden_size <= _NARROW else _GPU_CHUNK)
 
     def resolve_busy_chunk(self, device: str, model: ModelConfig) -> int:
-        """The most tokens of a prompt in a launch that rounds of other requests wait for."""
+        """Return the most tokens of a prompt per launch while other requests decode."""
         if self.prefill_chunk is not None or device == "cpu":
             return self.resolve_prefill_chunk(device, model)
         return self._whole_steps(_BUSY_CHUNK)
 
     def resolve_least_saved(self, device: str) -> int:
-        """Tokens that a checkpoint near a prompt's end must save the prompt when it comes again: on a GPU a
-        launch takes as long without fewer, and a checkpoint takes the place of another."""
+        """Return the fewest tokens that a state snapshot near a prompt's end must save the same prompt.
+
+        On a GPU a launch without fewer tokens takes as long, and the snapshot would evict another one.
+        """
         return _ROWS_FOR_NOTHING if device == "cuda" else 0
 
     def _whole_steps(self, num_tokens: int) -> int:
         return max(1, num_tokens // self.resume_step) * self.resume_step
 
     def resolve_max_in_flight(self, device: str) -> int:
-        """Steps launched before the last result is read, on `device` ('cpu' or 'cuda')."""
+        """Return the steps launched before the last result is read, on `device` ('cpu' or 'cuda')."""
         return self.max_in_flight if self.max_in_flight is not None else int(device == "cuda")
 
 
 def as_config(given: EngineConfig | str | Path | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """The config of a caller that gives one, or a model (None for the one that ships) and settings of it.
+    """Return the given config, or the config of a model (None: the one that ships) with `settings`.
 
-    Raises ValueError as `EngineConfig`, for settings beside a config, and for two models.
+    Raises ValueError as `EngineConfig` does, for settings beside a config, and for two models.
     """
     if isinstance(given, EngineConfig):
         name, remedy = next(iter(settings), ""), "write EngineConfig(...) with it"
-        check(not settings, name, "stand in the EngineConfig", "it beside one", remedy)
+        check(not settings, name, "be a field of the EngineConfig", "it beside one", remedy)
         return given
     if given is None:
         return EngineConfig(**settings)
@@ -490,7 +496,7 @@ def as_config(given: EngineConfig | str | Path | None, settings: Mapping[str, An
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """One of pydantic's errors in our form."""
+    """Return one of pydantic's errors in our form."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     name = ".".join(str(part) for part in error["loc"]) or "config"

@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out. The order of a step and nothing else."""
+"""Engine: requests in, tokens out. This file holds the order of a step and nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from compiled_mtp.spec.stats import SpeculationStats
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Totals:
-    """Sums over the requests whose last output has been handed out."""
+    """Sums over the requests whose last output was returned to the caller."""
 
     finished: int
     prompt_tokens: int
@@ -56,16 +56,16 @@ class _Totals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine holds now, and sums over the requests that have finished since it was created.
+    """What the engine holds now, and sums over its lifetime.
 
-    running, waiting, blocks (KV blocks of block_size tokens that requests hold) and prefix_bytes are of now.
-    prefix_hits of prefix_lookups requests, of at least one whole chunk, began behind a cached prefix;
-    prefix_evictions counts ends of prefixes given up for others; prefix_host_hits of the hits came from
-    prefix_host_bytes of host memory. offloads and recomputes count preemptions for
-    lack of blocks: to host memory, or back to the queue with tokens to compute again. rounds_by_depth,
-    empty but for mtp_step "auto", counts the batch's rounds since the engine was created, by depth and then
-    by why they had it: "best", "probe", "retry" or "only" (no other depth was ready). The rest is of finished
-    requests.
+    Now: running, waiting, blocks_used of blocks_total (KV blocks of block_size tokens that requests hold),
+    prefix_bytes (device memory of the prefix cache) and prefix_host_bytes (host memory of its host tier). Of
+    prefix_lookups requests of at least one whole chunk, prefix_hits resumed after a cached prefix,
+    prefix_host_hits of these from the host tier; prefix_evictions counts evicted state snapshots. offloads
+    and recomputes count preemptions for lack of blocks: to host memory, or back to the queue with tokens to
+    compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the batch's rounds by depth and
+    then by reason: "best", "probe", "retry" or "only" (no other depth was ready). The other fields sum over
+    finished requests.
     """
 
     running: int
@@ -96,14 +96,15 @@ class EngineStats:
 class Engine:
     """Decodes requests of one checkpoint, together, a step at a time.
 
-    One thread at a time steps, generates or closes; `add_request`, `abort`, `has_unfinished_requests` and
-    `stats` may be called from any, while another steps. `progress(what, done, total)` is called while weights
-    are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. In the place of an
-    EngineConfig its fields may be given: the model, a directory or a repository of the Hugging Face Hub, as
-    `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `frontend` is what
-    `open_frontend` gave for the same config; it is the engine's from then on. `fill` writes the weights in
-    the place of the checkpoint's loader (benchmarks), `save_to` is its `Runner`'s. `with` closes the engine
-    at its end. Raises ValueError for a config or checkpoint that does not fit, before any request exists.
+    One thread at a time steps, generates or closes; any thread may call `add_request`, `abort`,
+    `has_unfinished_requests` and `stats`, while another steps. `progress(what, done, total)` is called while
+    weights are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. Instead of
+    an EngineConfig, its fields may be given: the model, a directory or a repository of the Hugging Face Hub,
+    as `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `frontend`: the result of
+    `open_frontend` for the same config, which the engine owns from then on. `fill` writes the weights in
+    place of the checkpoint's loader (benchmarks). `save_to` is passed to the `Runner`. `with` closes the
+    engine at its end. Raises ValueError for a config or checkpoint that does not fit, before any request
+    exists.
     """
 
     def __init__(
@@ -118,13 +119,13 @@ class Engine:
     ) -> None:
         config = as_config(config, settings)
         if config.tensor_parallel > 1:
-            # Where torchrun has started this process as another rank, it ends here.
+            # If torchrun has started this process as another rank, this call does not return.
             from compiled_mtp.parallel.follower import follow_rank_0
 
             follow_rank_0()
         self.frontend = frontend if frontend is not None else open_frontend(config)
         if config.tensor_parallel > 1:
-            # Ranks wait for rank 0: the first grammar must not hold them up in the middle of rounds.
+            # Other ranks wait for rank 0: preparing for the first grammar must not stall them during rounds.
             self.frontend.warm_up_grammars()
         self.model_config = self.frontend.model_config
         self.config = config.settle(self.model_config, self.frontend.path)
@@ -133,7 +134,7 @@ class Engine:
         num_valid_ids = vocab_size if self.tokenizer is None else min(vocab_size, self.tokenizer.num_ids)
         make_runner: type[Runner] = Runner
         if self.config.tensor_parallel > 1:
-            # What starts ranks is nothing for an engine alone to load.
+            # Imported here: an engine of one rank needs no module that starts ranks.
             from compiled_mtp.parallel.leader import LeadRunner
 
             make_runner = LeadRunner
@@ -152,13 +153,13 @@ class Engine:
         self._inbox = Inbox(self.scheduler, self.config.seed)
         self._progress = progress
         self._is_closed = False
-        # Of the call that steps, generates or closes.
+        # Taken by the call that steps, generates or closes.
         self._turn = Turn()
-        # Why a step has stopped somewhere, until the scheduler has recovered.
-        self._cut: str | None = None
-        # The requests of the call of `generate` that is running, or was interrupted.
+        # Why a step was interrupted, until the scheduler has recovered; None otherwise.
+        self._interruption: str | None = None
+        # The requests of the running, or interrupted, call of `generate`.
         self._batch: Collection[str] = ()
-        # Requests whose outputs are for a stream of their own, with that stream.
+        # The streams of requests whose outputs go to a stream of their own, by request id.
         self._streams: dict[str, weakref.ref[Generator[RequestOutput, None, None]]] = {}
         self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(spec.mtp_step))
 
@@ -174,19 +175,19 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
 
-        Whoever has the lower priority gets its place sooner, and keeps it longer where blocks run short.
-        With `params.n` choices the outputs of each carry its index. Grammars are compiled here, in the
-        caller's thread. Fields of `params` that were not set come from the checkpoint's
-        generation_config.json. May be called from any thread, and by a signal's handler. Raises ValueError,
-        and queues nothing, for a prompt that is empty or too long, an id out of range, a parameter out of
-        range, a grammar that cannot be compiled and a request_id that is empty or in use.
+        A request of lower `priority` starts sooner, and is preempted later when blocks run short. The outputs
+        of each of `params.n` choices carry its index. Grammars are compiled here, in the caller's thread.
+        Fields of `params` that were not set come from the checkpoint's generation_config.json. Any thread,
+        and a signal handler, may call it. Raises ValueError, and queues nothing, for a prompt that is empty
+        or too long, an id or a parameter out of range, a grammar that cannot be compiled, and a request_id
+        that is empty or in use.
         """
         self._check_open()
-        check_type("request_id", request_id, str, "leave it out for one of our own")
+        check_type("request_id", request_id, str, "leave it out for a new id")
         if request_id == "":
-            raise ValueError("request_id must not be empty, got ''; leave it out for one of our own")
+            raise ValueError("request_id must not be empty, got ''; leave it out for a new id")
         if request_id in self._streams:
-            # Its outputs would be taken for the stream's, or the request ended in its place.
+            # The stream would take the outputs of this request, and ending the stream would end it.
             raise id_in_use(request_id)
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         return self._inbox.put(self._make_choices(request_id or "", params, given, priority))
@@ -194,19 +195,19 @@ class Engine:
     def _make_choices(
         self, request_id: str, params: SamplingParams | None, given: Mapping[str, Any], priority: int = 0
     ) -> list[Request]:
-        """The choices of a request that can run; `given` is its prompt, in one of three forms."""
+        """Return the choices of a request that fits the limits; `given`: its prompt in one of three forms."""
         choices = self.frontend.make_request(request_id, params, priority=priority, **given)
         for request in choices:
             self.scheduler.limits.fit(request)
         return choices
 
     def step(self) -> list[RequestOutput]:
-        """Plan, run, read: pieces of prompts or one decode round. Returns what became known, maybe nothing.
+        """Plan, run and read one launch: prompt chunks or a decode round. Returns the new outputs.
 
-        With a launch in flight the outputs are those of the step before. A launch that fails ends its
+        With a launch in flight the outputs are those of the previous step. A launch that fails ends its
         requests with finish_reason "error"; the others go on. An exception that leaves a step (Ctrl-C) ends
-        those that had left the queue, since what their launch has done is not known, and the next step says
-        so. Raises ValueError while another thread steps.
+        all requests that had left the queue, because the state of their launch is unknown; the next step
+        returns their last outputs. Raises ValueError while another thread steps.
         """
         if not self._turn.take():
             raise _not_alone()
@@ -215,26 +216,26 @@ class Engine:
             self._tidy()
             self._advance()
             before = self.scheduler.outputs, self._totals
-            outputs = self._take_outputs(but=self._streams.keys())
+            outputs = self._take_outputs(excluding=self._streams.keys())
             self._turn.leave()
             return outputs
         except BaseException:
-            if before is not None:  # Nobody has got them.
+            if before is not None:  # The caller did not get the outputs.
                 self.scheduler.put_back(before[0])
                 self._totals = before[1]
             self._turn.leave()
             raise
 
     def _advance(self) -> None:
-        """`step`, whose outputs wait in the scheduler until they are taken."""
+        """Do what `step` does; the outputs stay in the scheduler until they are taken."""
         self._check_open()
         self._inbox.hand_over()
-        self._cut = "the step was interrupted"
+        self._interruption = "the step was interrupted"
         try:
             plan = self._run_next()
-            self._cut = None
+            self._interruption = None
         except BaseException as error:
-            self._cut = f"the step was interrupted by {error!r}"
+            self._interruption = f"the step was interrupted by {error!r}"
             self._recover()
             raise
         if self._progress is None or plan is None or plan.kind != "prefill":
@@ -246,9 +247,9 @@ class Engine:
                 )
 
     def _run_next(self) -> StepPlan | None:
-        """Take what has come, plan, launch and read; return the plan."""
+        """Pass on the aborts, plan, launch and read; return the plan."""
         self._inbox.pass_aborts()
-        self._forget_left()
+        self._end_left_streams()
         if self._depths is not None and self.runner.later is not None:
             self._take_depth(self._depths, self.runner.later)
         plan = self.scheduler.schedule()
@@ -259,10 +260,10 @@ class Engine:
         return plan
 
     def _launch(self, plan: StepPlan | None) -> StepResult | None:
-        """Make the plan's masks and run it. Masks that cannot be had (memory) fail their launch alone."""
+        """Make the plan's masks and run it. Masks that cannot be made (no memory) fail their launch alone."""
         if plan is not None and plan.is_guided:
             try:
-                # The device is busy with the first half of the round meanwhile.
+                # Meanwhile the device runs the verify phase of the round.
                 masks = self._masks.fill(plan, self.scheduler.windows(plan))
             except AssertionError:  # A bug of ours.
                 raise
@@ -274,37 +275,37 @@ class Engine:
         return self.runner.run(plan)
 
     def _recover(self) -> None:
-        """After a step that stopped somewhere; interrupted itself it is done again before the next one."""
-        if self._cut is None:
+        """Recover from an interrupted step; if this is interrupted too, the next step repeats it."""
+        if self._interruption is None:
             return
         try:
             self.runner.drop_launches()
         finally:
-            # Also where a second interrupt ends the waiting for copies.
+            # Also if a second interrupt ends the wait for copies.
             if self._depths is not None:
                 self._depths.forget_launches()
-            self.scheduler.recover(self._cut)
-        self._cut = None
+            self.scheduler.recover(self._interruption)
+        self._interruption = None
 
     def _tidy(self) -> None:
-        """Finish what an interrupted call has left: a step, and the requests of `generate`."""
+        """Clean up after an interrupted call: its step, and the requests of `generate`."""
         self._recover()
         if self._batch:
-            self._cut = "the end of generate was interrupted"
+            self._interruption = "the end of generate was interrupted"
             self._inbox.forget(self._batch)
             self.scheduler.forget(self._batch)
-            self._cut, self._batch = None, ()
+            self._interruption, self._batch = None, ()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do."""
-        # In this order: a request is handed over before it leaves the inbox.
-        return not self._inbox.is_empty or self.scheduler.has_unfinished(but=self._streams.keys())
+        """Return whether `step` has anything left to do."""
+        # The order matters: a request reaches the scheduler before it leaves the inbox.
+        return not self._inbox.is_empty or self.scheduler.has_unfinished(excluding=self._streams.keys())
 
     def abort(self, request_id: str) -> None:
-        """End a request; its last output, with finish_reason 'abort', comes from the next step.
+        """End a request; the next step returns its last output, with finish_reason 'abort'.
 
-        May be called from any thread, and by a signal's handler; a request that ends by itself before that
-        step stays as it ended. Raises ValueError for an id that is not running or waiting.
+        Any thread, and a signal handler, may call it. A request that ends by itself before that step keeps
+        its own finish_reason. Raises ValueError for an id that is not running or waiting.
         """
         self._inbox.abort(request_id)
 
@@ -316,12 +317,12 @@ class Engine:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Chat | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Queue a request as `add_request` does and step until it has ended; yields its outputs, of all
-        choices, as they come.
+        """Queue a request as `add_request` does, step until it has ended, and yield the outputs of all its
+        choices as they come.
 
-        Begins when it is first asked for an output, which is when it raises ValueError. Between two outputs
-        other streams and `step` may be used; `step` returns none of its outputs. A stream that is left
-        before its end ends its request with the next step.
+        The request is queued, and ValueError raised, when the first output is asked for. Between two outputs
+        other streams and `step` may be used; `step` returns none of the stream's outputs. The request of a
+        stream that is left before its end is ended by the next step.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         own: list[weakref.ref[Generator[RequestOutput, None, None]]] = []
@@ -335,8 +336,11 @@ class Engine:
         params: SamplingParams | None,
         given: Mapping[str, Any],
     ) -> Generator[RequestOutput, None, None]:
-        """`stream`; `own` is the generator itself. It has no `finally`: an interrupt may end that too, and a
-        generator may be ended wherever memory is collected."""
+        """Do what `stream` does; own[0] is a reference to this generator.
+
+        It has no `finally`: an interrupt may end that too, and garbage collection may end a generator at any
+        point.
+        """
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         self._check_open()
         choices = self._make_choices("", params, given)
@@ -348,11 +352,11 @@ class Engine:
             for output in self._next_outputs(request_id):
                 unfinished -= output.finish_reason is not None
                 yield output
-        # All is told: from here on the id may be another request's.
+        # All outputs are delivered: another request may use the id now.
         self._streams.pop(request_id, None)
 
     def _next_outputs(self, request_id: str) -> list[RequestOutput]:
-        """What a request with a stream has gained; a step first if that is nothing."""
+        """Return the new outputs of a request with a stream, after a step if there are none yet."""
         if not self._turn.take():
             raise _not_alone()
         try:
@@ -368,21 +372,21 @@ class Engine:
     def generate(
         self, prompts: Iterable[Prompt] | None = None, params: Params = None, *, messages: Any = None
     ) -> list[RequestOutput]:
-        """Decode all prompts (texts, token ids or chats) to their end; one output for each choice, in order,
-        with all its tokens. A text alone is a list of one.
+        """Decode all prompts (texts, token ids or chats) to their end; return one output per choice, in
+        order, with all its tokens. A single text counts as a list of one.
 
-        `messages`, given in the place of prompts, is one chat or a list of chats. Outputs of other requests
-        come from the next `step`. Raises ValueError before anything is decoded if one of the prompts is not
-        valid; whatever is raised, none of them stays behind.
+        `messages`, given instead of prompts: one chat or a list of chats. The next `step` returns the outputs
+        of other requests. Raises ValueError before anything is decoded if one of the prompts is not valid.
+        After any exception, none of the requests stays in the engine.
         """
         prompts = as_prompts(prompts, messages)
-        # By request, the outputs of each choice.
+        # The outputs of each choice, by request id.
         outputs: dict[str, list[list[RequestOutput]]] = {}
         if not self._turn.take():
             raise _not_alone()
         try:
             self._tidy()
-            # Whatever ends this call, the next one forgets them if this one cannot.
+            # If an interrupt stops the cleanup below, the next call forgets these requests.
             self._batch = outputs
             self._queue_all(prompts, match_params(prompts, params), outputs)
             total = unfinished = sum(map(len, outputs.values()))
@@ -406,7 +410,7 @@ class Engine:
         params: Sequence[SamplingParams | None],
         outputs: dict[str, list[list[RequestOutput]]],
     ) -> None:
-        """Queue every prompt; its id is a key of `outputs` before, for an interrupt may come anywhere."""
+        """Queue every prompt. Adds its id to `outputs` first, because an interrupt may come at any point."""
         for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
             request_id = self._inbox.new_id()
             outputs[request_id] = [[] for _ in range(1 if prompt_params is None else prompt_params.n)]
@@ -418,21 +422,21 @@ class Engine:
 
     @property
     def num_threads(self) -> int | None:
-        """CPU threads that a step is computed with, of the whole process; None on a GPU."""
+        """CPU threads that compute a step, those of the whole process; None on a GPU."""
         return torch.get_num_threads() if self.runner.spec.device.type == "cpu" else None
 
     @property
     def weight_recipe(self) -> str | None:
-        """How FP8 weights are multiplied, w8a8 or w8a16; None for a checkpoint without them."""
+        """How FP8 weights are multiplied, "w8a8" or "w8a16"; None for a checkpoint without them."""
         return self.runner.spec.weight_recipe
 
     @property
     def is_compiled(self) -> bool:
-        """Whether steps run compiled; on a CPU, compile="auto" compiles only what a graph_cache holds."""
+        """Whether steps run compiled; on a CPU with compile="auto", only with a graph_cache."""
         return self.runner.spec.is_compiled
 
     def stats(self) -> EngineStats:
-        """What the engine holds now, and sums over finished requests. May be called from any thread."""
+        """Return what the engine holds now, and sums over its lifetime. Any thread may call it."""
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
         memory = self.runner.memory
         snapshots_bytes = prefix.index.num_snapshots_used * memory.snapshot_bytes
@@ -459,14 +463,14 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise what has ended the engine between two steps, if anything has: RankError for a lost rank.
+        """Raise the error that ended the engine between two steps, if one did: RankError for a lost rank.
 
-        May be called from any thread.
+        Any thread may call it.
         """
         self.runner.check()
 
     def close(self) -> None:
-        """Wait for the device and end. Requests that are not finished are lost; nothing can be added.
+        """Wait for the device and end. Unfinished requests are lost, and no request can be added.
 
         Raises ValueError while another thread steps.
         """
@@ -475,17 +479,17 @@ class Engine:
         try:
             self._is_closed = True
             self._inbox.forget()
-            if self._cut is not None:
-                self.scheduler.recover(self._cut)
-            self._cut = "the engine was being closed"
+            if self._interruption is not None:
+                self.scheduler.recover(self._interruption)
+            self._interruption = "the engine was being closed"
             self.scheduler.forget_all()
-            self._cut = None
+            self._interruption = None
             self.runner.close()
         finally:
             self._turn.leave()
 
     def _make_depths(self) -> DepthPolicy | None:
-        """What chooses the depth of each round, if anything does."""
+        """Return the policy that chooses the depth of each round; None for a fixed mtp_step."""
         if self.config.mtp_step != "auto":
             return None
         depths, programs = self.config.depths, self.runner.programs
@@ -494,7 +498,7 @@ class Engine:
         return DepthPolicy(depths if self.runner.later is None else (begin,), sizes)
 
     def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
-        """Let rounds have a depth that has become ready."""
+        """Add a depth whose programs have become ready, if one has."""
         depth = later.take()
         if depth is not None:
             depths.add_depth(depth)
@@ -505,8 +509,8 @@ class Engine:
         if self._is_closed:
             raise ValueError("engine must be open, got one that was closed; make another")
 
-    def _forget_left(self) -> None:
-        """End the requests whose streams were left, without an output."""
+    def _end_left_streams(self) -> None:
+        """End the requests whose streams were left before their end, without an output."""
         for request_id, reference in list(self._streams.items()):
             stream = reference()
             if stream is None or inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
@@ -515,10 +519,10 @@ class Engine:
                 self._streams.pop(request_id, None)
 
     def _take_outputs(
-        self, request_ids: Collection[str] | None = None, but: Collection[str] = ()
+        self, request_ids: Collection[str] | None = None, excluding: Collection[str] = ()
     ) -> list[RequestOutput]:
-        """The outputs of these requests, or of all but some, that nobody has taken yet; the others stay."""
-        outputs, totals = self.scheduler.take_outputs(request_ids, but), self._totals
+        """Return, once, the outputs of these requests; of all requests except `excluding` for None."""
+        outputs, totals = self.scheduler.take_outputs(request_ids, excluding), self._totals
         for output in outputs:
             if output.finish_reason is not None:
                 totals = totals.plus(output)

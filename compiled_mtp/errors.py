@@ -1,4 +1,4 @@
-"""The one form of the errors that a caller can cause, and foreign text made safe to print."""
+"""The one form of errors that a caller can cause, and functions that make foreign text safe to print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Callable
 
 LONGEST_TEXT = 400
-# What to do about an error of pydantic's, by how its `type` begins.
+# Remedies of pydantic's errors, by the beginning of an error's `type`.
 _REMEDIES = {
     "greater_than": "raise it",
     "less_than": "lower it",
@@ -24,11 +24,11 @@ _REPR.maxlong = 60
 
 
 def shown(value: object, text_of: Callable[[object], str] = str) -> str:
-    """`value` as text for one line of a terminal: at most `LONGEST_TEXT` characters of it, with the number of
-    all where some are left out, and what does not print (control characters, halves of surrogate pairs)
-    escaped.
+    """Return `value` as text for one line of a terminal.
 
-    Whatever comes from a checkpoint's files or from a caller goes through here on its way into a message.
+    Longer text is cut to `LONGEST_TEXT` characters, followed by its whole length; characters that do not
+    print (control characters, halves of surrogate pairs) are escaped. Messages pass every value from a
+    checkpoint's files or a caller through this function.
     """
     try:
         text = text_of(value)
@@ -39,13 +39,15 @@ def shown(value: object, text_of: Callable[[object], str] = str) -> str:
 
 
 def quote(value: object) -> str:
-    """`value` as Python writes it, made safe as by `shown`: of what is longer the middle is left out."""
+    """Return the repr of `value`, escaped as by `shown`; longer text loses its middle."""
     return _without_middle(escape(_REPR.repr(value)), LONGEST_TEXT)
 
 
 def escape(text: str, most_characters: int | None = None) -> str:
-    """`text` with everything escaped that does not print; of more than `most_characters`, if given, the
-    middle is left out first."""
+    """Return `text` with characters that do not print escaped.
+
+    Text of more than `most_characters`, if given, loses its middle first.
+    """
     if most_characters is not None:
         text = _without_middle(text, most_characters)
     if text.isprintable():
@@ -61,24 +63,24 @@ def _without_middle(text: str, most: int) -> str:
 
 
 def fail(name: str, rule: str, got: object, remedy: str) -> ValueError:
-    """The one form of our errors, to be raised by the caller; see `shown` for what becomes of `got`."""
+    """Return an error in our one form, for the caller to raise; `shown` makes its parts safe."""
     return ValueError(f"{shown(name)} must {shown(rule)}, got {shown(got)}; {remedy}")
 
 
 def rule_of(message: str) -> str:
-    """The rule that a message of pydantic's tells, to stand behind "must"."""
+    """Return the rule in one of pydantic's messages, in a form that follows "must"."""
     rule = message.removeprefix("Value error, ").removeprefix("Input should ")
-    # Of a wrong type for a path it names a class of Python's.
+    # For a wrong type of a path the message names a Python class.
     return rule.partition(" for <class ")[0].replace("Input is not a", "be a", 1)
 
 
 def remedy_of(kind: str) -> str:
-    """What a caller does about an error of pydantic's of the `type` kind."""
+    """Return the remedy of a pydantic error whose `type` is `kind`."""
     return next((remedy for start, remedy in _REMEDIES.items() if kind.startswith(start)), "correct it")
 
 
 def check(ok: bool, name: str, rule: str, got: object, remedy: str) -> None:
-    """Raise that error unless `ok`."""
+    """Raise the error that `fail` returns unless `ok`."""
     if not ok:
         raise fail(name, rule, got, remedy)
 

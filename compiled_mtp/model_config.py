@@ -1,4 +1,4 @@
-"""ModelConfig: what a checkpoint is, as plain numbers and names. Nothing here imports torch."""
+"""ModelConfig: a checkpoint's architecture as plain numbers and names. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, Literal
 from compiled_mtp.errors import check
 
 NOT_TRACED: dict[str, Any] = {"traced": None}
-"""Metadata of a field, here and in other records, on which compiled code does not depend as it is given: what
-is not marked is part of a graph cache's key."""
+"""Metadata of a field, here and in other records, whose given value compiled code does not depend on. Fields
+without it are part of a graph cache's key."""
 
-# Sizes that ranks divide, and those of which several ranks may hold the same; see ModelConfig.shard.
+# Sizes that are divided among ranks; and counts of heads of which several ranks may hold the same one. See
+# ModelConfig.shard.
 _DIVIDED = (
     "num_q_heads",
     "linear_num_value_heads",
@@ -24,12 +25,14 @@ _REPLICATED = ("num_kv_heads", "linear_num_key_heads")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a checkpoint is: the text path of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model and its MTP head.
+    """The architecture of a checkpoint: the text path of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model, and its
+    MTP head.
 
     Sizes are numbers of rows, heads or features; dtypes are names ('bfloat16'). A size of a part that the
     family lacks (experts in a dense model) is 0. `family` is a name in models/family.py. `world` is the
-    number of ranks that hold the model together: above 1 the sizes are those of one of them; see `shard`.
-    four_bit_group: columns that share a scale where weights that no checkpoint fills are four-bit, else 0.
+    number of ranks that hold the model together; above 1 the sizes are those of one rank, see `shard`.
+    four_bit_group: columns per scale of four-bit weights that no checkpoint fills; 0 for weights of another
+    kind.
     """
 
     family: str
@@ -107,18 +110,20 @@ class ModelConfig:
 
     @property
     def head_vocab_size(self) -> int:
-        """Rows of an output head of its own; a tied head is the embedding, whole on each rank."""
+        """Rows of an untied output head on one rank; a tied head is the embedding, whole on each rank."""
         return self.vocab_size // self.world
 
     def shard(self, rank: int, world: int) -> ModelConfig:
-        """What rank `rank` of `world` holds: heads, FFN widths and head rows are divided.
+        """Return the config of the part that rank `rank` of `world` holds.
 
-        KV heads and linear key heads are replicated where there are more ranks than of them; hidden_size and
-        vocab_size stay whole. Raises ValueError that names what `world` does not divide.
+        Heads, FFN widths and rows of the output head are divided. KV heads and linear key heads are
+        replicated if there are fewer of them than ranks; hidden_size and vocab_size stay whole. Raises
+        ValueError that names the size that `world` does not divide.
         """
-        check(self.world == 1, "shard", "be taken of a whole model", f"one of {self.world} ranks", "once")
+        got, remedy = f"one rank of {self.world}", "shard it once"
+        check(self.world == 1, "shard", "start from a whole model", got, remedy)
         check(world >= 1, "world", "be at least 1", world, "pass the number of ranks")
-        check(0 <= rank < world, "rank", f"lie in 0..{world - 1}", rank, "pass the rank's own number")
+        check(0 <= rank < world, "rank", f"be 0 to {world - 1}", rank, "pass the rank's own number")
         if world == 1:
             return self
         divided = {name: getattr(self, name) for name in _DIVIDED}
@@ -134,8 +139,10 @@ class ModelConfig:
         return replace(self, world=world, **fields)
 
 
-def share(count: int, rank: int, world: int) -> tuple[int, int]:
-    """The first, and one past the last, of `count` things that `rank` of `world` ranks holds; neighbouring
-    ranks hold the same one where there are more ranks than things."""
+def rank_range(count: int, rank: int, world: int) -> tuple[int, int]:
+    """Return the range [begin, end) of `count` rows or heads that `rank` of `world` ranks holds.
+
+    With more ranks than `count`, neighbouring ranks hold the same one.
+    """
     first = rank * count // world
     return first, first + max(count // world, 1)

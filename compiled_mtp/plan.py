@@ -1,7 +1,7 @@
-"""What the scheduler and the runner tell each other: one plan a launch, one result a plan. No torch.
+"""What the scheduler and the runner exchange: one plan per launch, one result per plan. No torch.
 
-A plan says everything a launch needs and a result everything that came of it, by name. Plans are frozen:
-the scheduler keeps those whose results are due and compares them by identity.
+A plan names everything that a launch needs, and a result everything that it gave. Plans are frozen: the
+scheduler keeps those whose results are due and compares them by identity.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Literal, NamedTuple, TypeAlias
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
 
 SPARE_SLOTS = 2
-"""Slots that no request owns: the padding's, the first, and the last, in which a launch leaves what is to be
-a checkpoint of a place inside a piece of a prompt."""
+"""Slots that no request owns: the first, for padding, and the last, in which a launch leaves the state at a
+snapshot position inside a prompt chunk."""
 
 PlanKind: TypeAlias = Literal["prefill", "first", "decode", "verify", "accept", "move"]
 
 
-class Place(NamedTuple):
-    """Where the rows of a request lie: in a slot of the device or a host record; where what its prompt has
-    left does: in a checkpoint of the device or a record of the host's shelf.
+class Location(NamedTuple):
+    """Where rows are: those of a request in a slot on the device ("slot") or a host record ("host"); those of
+    a prompt's state in a state snapshot on the device ("snapshot") or in a record of the prefix cache's host
+    tier ("prefix_host").
     """
 
     tier: Literal["slot", "snapshot", "host", "prefix_host"]
@@ -58,10 +59,9 @@ class SlotSampling:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Give a slot to a request: its registered rows take their initial values, its sampling these.
+    """Give a slot to a request: registered rows take their initial values, and `sampling` is written.
 
-    Follows the giving of a slot, not the first chunk of a prompt: a request that resumes behind a cached
-    prefix starts its slot too.
+    A request that resumes after a cached prefix starts its slot in this way too.
     """
 
     slot: int
@@ -70,44 +70,44 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Take a slot back: its block-table row becomes -1, so that nothing writes through it any more."""
+    """Take a slot back: its block-table row becomes -1, so that no launch writes through it."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy every registered row of a request, and blocks, from one place to another.
+    """Copy every registered row of a request, and blocks, from one location to another.
 
-    A checkpoint, and a record of the shelf, have those rows alone that a later chunk of the prompt reads.
-    blocks are pairs (source block, target block): "slot" and "checkpoint" stand for blocks of the device, ids
-    of "host" and "shelf" index their own. Without has_rows blocks alone are copied, whatever the places'
-    numbers. Both places belong to the copy until a result names copy_id in `copies_done`; what is copied to
-    and from checkpoints, and the device's slots, happens in the order of the plans and needs no waiting, but
-    what goes to the shelf is there when its copy is done.
+    A state snapshot, and a record of the prefix cache's host tier, hold only the rows that the prompt's next
+    chunk reads. blocks: pairs (source block, target block); tiers "slot" and "snapshot" mean blocks of the
+    device, "host" and "prefix_host" index blocks of their own. Without has_rows only the blocks are copied,
+    and the locations' numbers do not matter. Both locations belong to the copy until a result names copy_id
+    in `copies_done`. Copies between slots and state snapshots run in the order of the plans, so that nothing
+    waits for them; what goes to the prefix cache's host tier can be read once its copy is done.
     """
 
     copy_id: int
-    source: Place
-    target: Place
+    source: Location
+    target: Location
     blocks: tuple[tuple[int, int], ...] = ()
     has_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The first drafts of a slot's next round are these, no more than it verifies, whatever was drafted."""
+    """Replace the first drafts of a slot's next round by token_ids, at most as many as it verifies."""
 
     slot: int
     token_ids: tuple[int, ...]
 
 
 Move: TypeAlias = Admit | Release | Copy | Draft
-"""What is moved before a launch; one executor carries moves out in the order of the plan."""
+"""A change before a launch; `cache.moves` carries moves out in the order of the plan."""
 
 
 class BlockUpdate(NamedTuple):
-    """One entry of the block table: block_id stands at `column` of the slot's row."""
+    """One entry of the block table: block_id at `column` of the slot's row."""
 
     slot: int
     column: int
@@ -115,14 +115,14 @@ class BlockUpdate(NamedTuple):
 
 
 class PromptChunk(NamedTuple):
-    """What a prefill launch takes of one prompt: token_ids stand at positions start, start + 1, ... of a
+    """The tokens of one prompt that a launch prefills: token_ids at positions start, start + 1, ... of a
     prompt of prompt_len tokens.
 
-    is_last: the prompt ends here, and the launch emits its first token too. mark: behind so many of its
-    tokens, a multiple of 64, the state is left in the slot behind those of requests, for a checkpoint; 0 for
-    nowhere, and of one piece of a launch at most. next_ids: where the prompt's own
-    log probabilities are wanted, the id that follows each of its tokens in the prompt, else empty; such a
-    piece goes alone.
+    is_last: the prompt ends here, and the launch emits its first token too. snapshot_offset: after this
+    number of the chunk's tokens, a multiple of 64, the launch leaves the state in the last slot, for a state
+    snapshot; 0 for none; above 0 in at most one chunk of a launch. next_ids: if the prompt's own log
+    probabilities are wanted, the id that follows each of the tokens in the prompt, else empty; such a chunk
+    is alone in its launch.
     """
 
     token_ids: tuple[int, ...]
@@ -135,26 +135,27 @@ class PromptChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: pieces of prompts, a decode round of several requests or one phase of it, or moves alone.
+    """One launch: prompt chunks, a decode round of several requests or one phase of it, or moves alone.
 
-    Carried out in this order: `moves`, `block_updates`, the launch, `saves`.
-    prefill: `prompt_chunks`, one a slot; those with is_last also emit a first token and leave shape.chain
-    drafts. first: the first token of one request, and shape.chain drafts, after all pieces of its prompt
-    without is_last: where the token needs a mask or its log probability is wanted.
-    decode: every slot is verified on shape.verify + 1 rows and shape.chain new drafts are left. num_drafts of
-    those that are verified were made as drafts; behind them stands id 0.
-    verify, accept: the two phases of such a round, with other launches between them if need be; verify ends
-    with the logits, accept samples, accepts, commits and drafts. Both carry the round's slots and depths, and
-    until accept has been planned nothing else is done with those slots and their blocks. A round whose
-    requests have all ended in between has no accept.
-    move: nothing is launched; its result comes when every copy given so far is complete.
+    The runner carries out `moves`, `block_updates`, the launch and `saves`, in this order.
+    prefill: `prompt_chunks`, one per slot; those with is_last also emit a first token and leave shape.chain
+    drafts.
+    first: the first token of one request, and shape.chain drafts, after all chunks of its prompt without
+    is_last; for tokens that need a mask or log probabilities.
+    decode: every slot is verified on shape.verify + 1 rows, and leaves shape.chain new drafts. num_drafts of
+    the verified drafts were drafted; the others are id 0.
+    verify, accept: the two phases of such a round; other launches may run in between. verify ends with the
+    logits; accept samples, accepts, commits and drafts. Both carry the round's slots and depths. Until accept
+    has been planned, no other plan uses those slots and their blocks. A round whose requests have all ended
+    in between has no accept.
+    move: nothing is launched; the result comes when every copy planned so far is complete.
 
-    logprobs: how many of the likeliest ids some request wants listed, at most 20, or -1 for no log
-    probabilities; first and accept alone have them. has_processed_logprobs: some request wants those of the
-    logits after masks, temperature and filters. is_guided: a grammar masks some of its rows. wants_drafts:
-    the result names the next round's drafts. saves: copies of what pieces leave to checkpoints; complete when
-    the plan's result comes. catches_up: before a decode or verify the draft reads what rounds of the plan's
-    slots without drafts kept.
+    logprobs: the most likely ids that a request wants listed, at most 20, or -1 for no log probabilities;
+    only first and accept have them. has_processed_logprobs: a request wants those of the logits after masks,
+    temperature and filters. is_guided: a grammar masks some rows. wants_drafts: the result names the next
+    round's drafts. saves: copies of the chunks' states to state snapshots; complete when the plan's result
+    comes. catches_up: before a decode or verify, the draft model reads the deferred draft inputs of the
+    plan's slots.
     """
 
     step_id: int
@@ -175,20 +176,20 @@ class StepPlan:
 
     @property
     def ended(self) -> list[int]:
-        """Of a prefill, the indices of those in `slots` whose first token it emits."""
+        """Indices in `slots` of the requests whose first tokens a prefill emits."""
         return [index for index, prompt_chunk in enumerate(self.prompt_chunks) if prompt_chunk.is_last]
 
     @property
     def next_ids(self) -> tuple[int, ...]:
-        """Of a prefill, those of a piece that goes alone."""
+        """The next_ids of a prefill of one chunk; empty for other launches."""
         return self.prompt_chunks[0].next_ids if len(self.prompt_chunks) == 1 else ()
 
 
 class RowLogprobs(NamedTuple):
     """Log probabilities of n drawn tokens: [n], [n], [n][20] and [n][20].
 
-    ranks count from 1, the likeliest; of equal ids the lowest comes first. top_logprobs is -inf where fewer
-    ids can be drawn.
+    ranks count from 1, the most likely; of equally likely ids the lowest comes first. top_logprobs is -inf
+    where fewer ids can be drawn.
     """
 
     logprobs: Sequence[float]
@@ -199,16 +200,16 @@ class RowLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a launch, one entry a slot of `plan`, or the error that it ended with.
+    """The result of a launch, with one entry per slot of `plan`, or the error with which it ended.
 
-    token_ids: the tokens each request gained, [y_0] after the last piece of a prompt and [] before.
-    not_finite: indices in plan.slots of requests whose next token could not be drawn, since its row of logits
-    is not finite; token_ids holds what was drawn before that row. all_masked: likewise, since every id of
-    that row is masked. drafts: the next round's, where they were asked for, else empty. copies_done: ids of
-    the copies that are complete; copies_failed: of those that never began, since there was no memory for
-    their target. logprobs: those of token_ids, where they were asked for, else empty; prompt_logprobs: those
-    of plan.next_ids. is_late: the device was done before the host asked, since when is not known. With an
-    error none of the plan's copies is under way any more.
+    token_ids: the tokens that each request gained: [y_0] after the last chunk of a prompt, [] after others.
+    not_finite: indices in plan.slots of requests whose next token could not be drawn because its row of
+    logits is not finite; token_ids holds the tokens drawn before that row. all_masked: likewise, because
+    every id of that row is masked. drafts: the next round's, if the plan wants them, else empty. copies_done:
+    ids of complete copies. copies_failed: ids of copies that never began because there was no memory for
+    their target. logprobs: those of token_ids, if the plan wants them, else empty; prompt_logprobs: those of
+    plan.next_ids. is_late: the device finished at an unknown time before the host read the result. With an
+    error, none of the plan's copies still runs.
     """
 
     plan: StepPlan

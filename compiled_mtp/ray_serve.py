@@ -1,7 +1,7 @@
 """Replicas on Ray Serve: `serve run compiled_mtp.ray_serve:app model=PATH replicas=2`, see docs/replicas.md.
 
-A CPU process, the ingress, has the whole service but its engine; engines are replicas that it calls by
-streaming handles. Ray is imported where it is used, so that everything else is there without it.
+A CPU process, the ingress, runs the whole service except the engine; engines are replicas that it calls by
+streaming handles. Ray is imported where it is used, so that the module can be imported without it.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def app(args: Mapping[str, Any]) -> Any:
     """Return the Ray Serve application that `args` describe: fields of ReplicaConfig, ServerConfig and
     EngineConfig by their names, as text or as values.
 
-    Raises ValueError for what one of them refuses, ImportError without Ray.
+    Raises ValueError for fields that one of them refuses, ImportError without Ray.
     """
     serve = _import_ray("ray.serve")
     settings, server, engine = split_args(args)
-    engine, gpus = _place(settings, engine)
+    engine, gpus = _choose_devices(settings, engine)
     scale: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.autoscaling_config is not None:
         scale = {
@@ -71,9 +71,9 @@ def app(args: Mapping[str, Any]) -> Any:
         name="Engine",
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": gpus},
         max_ongoing_requests=server.max_open,
-        # A replica that is taken away finishes what it has; what is left after that goes on elsewhere.
+        # A replica that is shut down finishes its requests within this time; the others continue elsewhere.
         graceful_shutdown_timeout_s=server.drain_timeout_s,
-        # The ingress looks at every replica every few seconds.
+        # The ingress polls every replica every few seconds, which would fill an access log.
         logging_config={"enable_access_log": False},
         request_router_config={
             "request_router_class": "compiled_mtp.replicas.ray_router:PrefixRouter",
@@ -106,8 +106,10 @@ def _import_ray(name: str) -> Any:
         ) from error
 
 
-def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig, float]:
-    """What decides tokens must be the same for all replicas: the device, and on a CPU the threads."""
+def _choose_devices(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig, float]:
+    """Return the engine's config and its GPUs per replica; all replicas get one device, and on a CPU one
+    thread count, because these decide tokens.
+    """
     gpus = settings.gpus
     if gpus is None:
         ray = _import_ray("ray")
@@ -128,7 +130,7 @@ def _place(settings: ReplicaConfig, engine: EngineConfig) -> tuple[EngineConfig,
 
 
 class EngineReplica:
-    """One engine, stepped in a thread of its own: the deployment that decodes."""
+    """The deployment that decodes: one engine, stepped in a thread of its own."""
 
     def __init__(
         self, engine_fields: Mapping[str, Any], max_open: int, stream_buffer: int, step_timeout_s: float
@@ -136,7 +138,7 @@ class EngineReplica:
         from compiled_mtp.engine import Engine
 
         config = EngineConfig(**engine_fields)
-        # Before anything of it is read: the front reads files too.
+        # Before any file of it is read, by the front end too.
         files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline))
         frontend = open_frontend(config)
         engine = Engine(config, frontend=frontend)
@@ -164,7 +166,7 @@ class EngineReplica:
                 yield message
 
     async def describe(self) -> dict[str, Any]:
-        """Return what is known of this replica: its names, its process, and what it promises."""
+        """Return this replica's id, process id, identity and max_model_len."""
         return {
             "replica_id": self._replica_id,
             "pid": os.getpid(),
@@ -173,18 +175,17 @@ class EngineReplica:
         }
 
     async def stats(self) -> EngineStats:
-        """Return what the engine says of itself."""
+        """Return the engine's stats."""
         return self._engine.stats
 
     def check_health(self) -> None:
-        """Raise for an engine that died or whose step hangs: Ray puts another replica in the place of this
-        one."""
+        """Raise for an engine that died or whose step hangs; Ray then replaces this replica."""
         if self._engine.status == "stopped":
             raise RuntimeError("the engine died; its log says why")
         self._engine.check_step()
 
     def __del__(self) -> None:
-        """End the engine with its replica."""
+        """Close the engine with its replica."""
         if hasattr(self, "_gauges"):
             self._gauges.close()
         if hasattr(self, "_engine"):
@@ -208,29 +209,29 @@ class Ingress:
         self._server = name_model(ServerConfig(**server_fields), self._engine_config)
         check_access(self._server)
         if has_keys and not self._server.read_keys():
-            # It is not among the arguments, which Ray shows.
+            # The key is not an argument, because Ray shows arguments.
             raise ValueError(
                 "api_key must be set where the ingress runs, got none; set COMPILED_MTP_SERVER_API_KEY there"
             )
         if not self._server.read_keys() and not self._server.allow_anyone:
             check_proxy(_proxy_host())
         if inert := find_inert(self._server):
-            logger.warning("%s: given in the environment, and of no effect on Ray", ", ".join(inert))
+            logger.warning("%s: set in the environment, without effect on Ray", ", ".join(inert))
         self._engines = engines
         self._metrics = ReplicaMetrics()
         self._engine: ReplicatedEngine | None = None
-        self._looking: asyncio.Future[Any] | None = None
-        # What the replicas tell themselves would count twice.
+        self._watchers: asyncio.Future[Any] | None = None
+        # Only the ingress's own metrics: the replicas report theirs themselves.
         self._gauges = RayGauges(self._metrics.collect_own)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Return the same app as without Ray, with the connection that its streams need.
+        """Return the same app as without Ray, with the middleware that its streams need.
 
-        Ray calls it once, on the loop of the requests. It waits for the first replica.
+        Ray calls it once, on the event loop of the requests. It waits for the first replica.
         """
         settings, config, server = self._settings, self._engine_config, self._server
-        told = await asyncio.to_thread(_count_replicas)
-        check_seed(config, told["Ingress"])
+        counts = await asyncio.to_thread(_count_replicas)
+        check_seed(config, counts["Ingress"])
         frontend = open_frontend(config)
         if frontend.tokenizer is None:
             raise ValueError(f"model must hold a tokenizer.json, got {frontend.path}; download it whole")
@@ -241,7 +242,7 @@ class Ingress:
             self._metrics,
             RelayLimits(settings.max_failovers, settings.start_timeout_s, settings.silence_timeout_s),
             seed=config.seed,
-            # Prefixes are found by position, so what is hashed need not be the chunk of a GPU.
+            # Routing hashes prefixes in chunks of its own, which need not be a GPU's prefill chunks.
             chunk=config.resolve_prefill_chunk("cpu", frontend.model_config),
             num_chunks=settings.prefix_chunks,
             max_open=server.max_open,
@@ -250,10 +251,10 @@ class Ingress:
         service = assemble_service(
             self._engine, self._metrics, frontend.tokenizer, frontend.path, described["max_model_len"], server
         )
-        _set_bounds(told, self._engine, service.prompts, server.max_open)
+        _set_bounds(counts, self._engine, service.prompts, server.max_open)
         period_s = settings.stats_period_s
-        self._looking = asyncio.gather(
-            _look_at_replicas(self._ask_stats, self._metrics, self._engine, period_s),
+        self._watchers = asyncio.gather(
+            _poll_replicas(self._ask_stats, self._metrics, self._engine, period_s),
             _keep_bounds(_count_replicas, self._engine, service.prompts, server.max_open, period_s),
         )
         found = create_app(service)
@@ -261,10 +262,10 @@ class Ingress:
         return found
 
     def __del__(self) -> None:
-        """Look no more; Ray calls it on the loop of the requests."""
-        looking: asyncio.Future[Any] | None = getattr(self, "_looking", None)
-        if looking is not None:
-            looking.cancel()
+        """Stop polling; Ray calls it on the event loop of the requests."""
+        watchers: asyncio.Future[Any] | None = getattr(self, "_watchers", None)
+        if watchers is not None:
+            watchers.cancel()
         if hasattr(self, "_gauges"):
             self._gauges.close()
 
@@ -275,8 +276,9 @@ class Ingress:
 
 
 def _proxy_host() -> str | None:
-    """The address at which Ray's proxies listen, None where Ray, which has no public name for it, does not
-    tell."""
+    """Return the address at which Ray's proxies listen; None if Ray, which has no public name for it, gives
+    none.
+    """
     try:
         return str(_import_ray("ray.serve.context")._get_global_client().http_config.host)
     except (AttributeError, ImportError):
@@ -284,26 +286,27 @@ def _proxy_host() -> str | None:
 
 
 def _count_replicas() -> dict[str, int]:
-    """Replicas that each deployment of this replica's application may have, by its name.
+    """Return the most replicas that each deployment of this application may have, by its name.
 
-    A config file's `deployments`, and a later deployment of it, decide over the arguments, and only Ray knows
-    them: what it tells is what its REST interface does. Blocks until Ray's controller answers.
+    A config file's `deployments`, and a later deployment, override the arguments, and only Ray knows them;
+    these are the numbers of its REST interface. Blocks until Ray's controller answers.
     """
     client = _import_ray("ray.serve.context")._get_global_client()
     application = _import_ray("ray.serve").get_replica_context().app_name
     found = {}
-    for name, said in client.get_serve_details()["applications"][application]["deployments"].items():
-        scaled = said["deployment_config"].get("autoscaling_config") or {}
-        found[name] = max(said["target_num_replicas"], scaled.get("max_replicas", 0))
+    for name, details in client.get_serve_details()["applications"][application]["deployments"].items():
+        scaled = details["deployment_config"].get("autoscaling_config") or {}
+        found[name] = max(details["target_num_replicas"], scaled.get("max_replicas", 0))
     return found
 
 
 def _set_bounds(
-    told: Mapping[str, int], engine: ReplicatedEngine, prompts: PromptPool, max_open: int
+    counts: Mapping[str, int], engine: ReplicatedEngine, prompts: PromptPool, max_open: int
 ) -> None:
-    """Let in `max_open` choices, and prompts, for each engine that there may be; while there are none, what
-    one takes."""
-    engine.max_open = prompts.max_waiting = max_open * max(1, told["Engine"])
+    """Admit `max_open` choices, and prompts, per engine that there may be, and as for one engine if there is
+    none.
+    """
+    engine.max_open = prompts.max_waiting = max_open * max(1, counts["Engine"])
 
 
 async def _keep_bounds(
@@ -313,7 +316,7 @@ async def _keep_bounds(
     max_open: int,
     period_s: float,
 ) -> None:
-    """Keep the bounds as they are while replicas are deployed, until cancelled."""
+    """Adjust the bounds to the number of replicas, until cancelled."""
     has_failed = False
     while True:
         try:
@@ -321,40 +324,42 @@ async def _keep_bounds(
             has_failed = False
         except Exception:
             if not has_failed:
-                logger.warning("Ray does not tell how many replicas there are; max_open stays", exc_info=True)
+                logger.warning("Ray reports no number of replicas; max_open stays", exc_info=True)
             has_failed = True
         await asyncio.sleep(period_s)
 
 
-async def _look_at_replicas(
+async def _poll_replicas(
     ask: Callable[[], Awaitable[list[Any]]],
     metrics: ReplicaMetrics,
     engine: ReplicatedEngine,
     period_s: float,
 ) -> None:
-    """Keep the gauges as the replicas say that they are, until cancelled. ask: their stats, or what each of
-    them raised."""
+    """Set the gauges from the replicas' stats, until cancelled.
+
+    ask: returns the stats of each replica, or the exception that it raised.
+    """
     has_failed = False
     while True:
         try:
-            said = await ask()
+            answers = await ask()
             metrics.set_replicas(
-                [one for one in said if not isinstance(one, BaseException)], engine.num_unrouted
+                [one for one in answers if not isinstance(one, BaseException)], engine.num_unrouted
             )
             has_failed = False
         except Exception:
             if not has_failed:
-                logger.warning("no replica tells its gauges; they are 0 until one does", exc_info=True)
+                logger.warning("no replica reports its stats; gauges are 0 until one does", exc_info=True)
             has_failed = True
             metrics.set_replicas([], engine.num_unrouted)
         await asyncio.sleep(period_s)
 
 
 async def _follow(engines: Any, call: Call) -> AsyncIterator[Message]:
-    """Yield what one replica says; leaving early cancels the call there.
+    """Yield the messages of one replica; leaving early cancels the call there.
 
-    Raises whatever Ray raises for a replica that dies, in the place of cancellations that nobody here asked
-    for too.
+    Raises Ray's error for a replica that dies, and EngineStoppedError for a cancellation on the replica's
+    side.
     """
     answer = engines.remote(call)
     try:
@@ -370,16 +375,16 @@ async def _follow(engines: Any, call: Call) -> AsyncIterator[Message]:
 
 
 class RayGauges:
-    """Tells Ray's metrics what `collect` yields: gauges, counters, and of histograms the sums and counts.
+    """Reports to Ray the metrics that `collect` yields: gauges, counters, and sums and counts of histograms.
 
-    A thread looks every two seconds; Ray adds the deployment's and the replica's names.
+    A thread does so every two seconds; Ray adds the names of deployment and replica.
     """
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
         self._ray = _import_ray("ray.serve.metrics")
         self._known: dict[str, Any] = {}
-        self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._reported: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._is_closed = threading.Event()
         threading.Thread(target=self._run, name="compiled-mtp-gauges", daemon=True).start()
 
@@ -387,8 +392,8 @@ class RayGauges:
         """End the thread."""
         self._is_closed.set()
 
-    def tell(self) -> None:
-        """Pass on what has changed."""
+    def report(self) -> None:
+        """Report gauges, and the increase of counters after the last report."""
         for family in self._collect():
             is_gauge = isinstance(family, GaugeMetricFamily)
             for sample in family.samples:
@@ -406,18 +411,18 @@ class RayGauges:
             metric.set(value, tags=dict(labels))
             return
         key = (name, tuple(sorted(labels.items())))
-        if (more := value - self._told.get(key, 0.0)) > 0:
+        if (more := value - self._reported.get(key, 0.0)) > 0:
             metric.inc(more, tags=dict(labels))
-            self._told[key] = value
+            self._reported[key] = value
 
     def _run(self) -> None:
         has_failed = False
         while not self._is_closed.wait(_GAUGES_PERIOD_S):
             try:
-                self.tell()
+                self.report()
                 has_failed = False
             except Exception:
-                # Metrics are read while the engine steps: the next look, which is soon, may find them whole.
+                # The engine changes metrics while they are read; the next report may succeed.
                 if not has_failed:
-                    logger.warning("Ray was not told an engine's metrics; trying again", exc_info=True)
+                    logger.warning("reporting an engine's metrics to Ray failed; trying again", exc_info=True)
                 has_failed = True

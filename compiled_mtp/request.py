@@ -1,6 +1,6 @@
-"""What a caller asks for, what it gets back, and what a request has gained so far. No torch.
+"""Requests, their outputs and metrics, and the tokens that a request has gained so far. No torch.
 
-Where a request stands and what it holds of the device is the scheduler's.
+The scheduler owns a request's phase and its resources on the device.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from compiled_mtp.sampling.logprobs import LogprobQueue, TokenLogprob, make_entr
 from compiled_mtp.sampling.sampling_params import SamplingParams as SamplingParams
 from compiled_mtp.sampling.stop_strings import StopStrings
 
-# Makes a named tuple in a third of the time that its class takes; for what is made for each request and step.
+# Makes a named tuple in a third of the time of its class; for tuples made for each request and step.
 new_tuple = tuple.__new__
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-# What an error comes from: the caller's own parameters, which fail everywhere, or the engine and its device.
+# The source of an error: the caller's parameters, which fail on any engine, or the engine and its device.
 ErrorKind = Literal["parameters", "engine"]
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the seed of the request that arrived after `index` others: the first has `seed` itself.
+    """Return the seed of the request that arrived after `index` others: `seed` itself for the first.
 
-    Requests that shared one would share their noise, and different prompts would begin alike.
+    Requests with one seed would share their noise, and different prompts would begin alike.
     """
     if index == 0:
         return seed
@@ -39,19 +39,19 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 class Detokenizer(Protocol):
-    """Turns ids into text one at a time; holds back what is not yet a whole character."""
+    """Turns ids into text one at a time; holds back incomplete characters."""
 
     def add(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, maybe none."""
+        """Return the text that `token_id` completes, maybe empty."""
 
     def flush(self) -> str:
-        """Return what was held back, once, at the end."""
+        """Return, once, at the end, the text that was held back."""
 
 
 class Guide(Protocol):
-    """Where a request stands in its grammar: a `sampling.grammar.Matcher`.
+    """A request's position in its grammar: a `sampling.grammar.Matcher`.
 
-    is_ended: a token ended the grammar, and with it the request. error: why the grammar cannot go on.
+    is_ended: a token ended the grammar, and with it the request. error: why the grammar cannot continue.
     """
 
     is_ended: bool
@@ -61,14 +61,14 @@ class Guide(Protocol):
         """Take the tokens that a round emitted; return how many of them count."""
 
     def reset(self) -> None:
-        """Stand where the output begins, to take its tokens again."""
+        """Go back to the beginning of the output, to take its tokens again."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestHistory:
-    """What the metrics of one request are counted from; it only grows, so that each of them is a prefix.
+    """The counts behind the metrics of one request; it only grows, so that each metrics object is a prefix.
 
-    rounds holds a number for each verify round: its drafts, verified and kept, as verified * 16 + kept.
+    rounds: for each verify round, the drafts that it verified and kept, as verified * 16 + kept.
     """
 
     prompt_tokens: int
@@ -82,10 +82,10 @@ class RequestHistory:
 class RequestMetrics(NamedTuple):
     """Counts and times of one request up to the output that carries them; ratios are in `spec.stats`.
 
-    It does not change while the request goes on. rounds counts verify rounds. It and output_tokens leave out
-    what a stop cut off; the first output token comes from prefill, the others from the rounds. Times are
-    seconds from the request's arrival; total_s is that of its last token, or of its end. One is made for each
-    request at each step, so what takes time is counted when it is asked for.
+    It does not change while the request goes on. rounds counts verify rounds. rounds and output_tokens leave
+    out what a stop cut off; the first output token comes from prefill, the others from the rounds. Times are
+    seconds from the request's arrival; total_s is that of its last token, or of its end. Each step makes one
+    for each request, so the expensive counts are computed on demand.
     """
 
     history: RequestHistory
@@ -100,17 +100,17 @@ class RequestMetrics(NamedTuple):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache had."""
+        """Tokens of the prompt that the prefix cache held."""
         return self.history.cached_tokens
 
     @property
     def seed(self) -> int:
-        """Of the noise: given, derived or drawn."""
+        """The seed of the sampling noise: given, derived or drawn."""
         return self.history.seed
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """None before the first token."""
+        """Seconds from arrival to the first token; None before it."""
         return self.history.time_to_first_token_s if self.output_tokens else None
 
     @property
@@ -129,7 +129,7 @@ class RequestMetrics(NamedTuple):
         return _at_least(self._count_rounds()[1])
 
     def _count_rounds(self) -> tuple[list[int], list[int]]:
-        """Rounds by the drafts they kept, and by the drafts they verified."""
+        """Return rounds by the number of kept drafts, and by the number of verified drafts."""
         width = self.history.mtp_step + 1
         kept, verified = [0] * width, [0] * width
         for pair, count in Counter(self.history.rounds[: self.rounds]).items():
@@ -139,21 +139,21 @@ class RequestMetrics(NamedTuple):
 
 
 def _at_least(counts: list[int]) -> list[int]:
-    """Sums of the counts from n on, for each n of at least 1."""
+    """Return, for each n of at least 1, the sum of the counts from n on."""
     return [sum(counts[n:]) for n in range(1, len(counts))]
 
 
 # Above every mtp_step that is allowed.
 _MOST_KEPT = 16
-# Stands where a request that sat out a round, or was away, has fewer drafts than the others.
+# The id in place of a missing draft, if a request skipped a round or was offloaded and so has fewer drafts.
 NO_DRAFT = 0
 
 
 class RoundDrafts(NamedTuple):
-    """The drafts that one verify round had, in order, of which the first num_accepted were kept.
+    """The drafts of one verify round, in order; the first num_accepted were kept.
 
-    They are the round's tokens; the one behind them is the target's own, in place of the next draft if there
-    was one. What a stop cut off counts as a draft that was not kept.
+    The kept drafts are the round's tokens; the token after them is the target's own, in place of the next
+    draft if there was one. A draft that a stop cut off counts as not kept.
     """
 
     token_ids: list[int]
@@ -163,14 +163,14 @@ class RoundDrafts(NamedTuple):
 class RequestOutput(NamedTuple):
     """What one step gave one request: the new tokens and text, and how it ended if it did.
 
-    new_token_ids holds the token that ended the request; new_text holds its stop only with `include_stop`.
-    error says why it ended with "error", or what bounds it where it ends with "length" before max_tokens and
-    max_model_len. index is that of the choice. logprobs, None if nobody asked for them, hold an entry for
-    each token whose text is in new_text: text that is held back holds entries back, and in all there is one
-    for each token. prompt_logprobs, where they were asked for: in the first output of choice 0 an entry for
-    each token of the prompt but the first, None in every other output and where the request ended before its
-    prompt was read. drafts, None if nobody asked for them, hold an entry for each verify round that gave
-    these tokens. error_kind, None unless the request ended with "error": what it comes from.
+    new_token_ids includes the token that ended the request; new_text includes its stop only with
+    `include_stop`. error: why the request ended with "error", or which limit ended it with "length" before
+    max_tokens and max_model_len. index: that of the choice. logprobs: one entry per token whose text is in
+    new_text, None unless requested; entries are held back with the text, and in the end there is one per
+    token. prompt_logprobs: if requested, in the first output of choice 0, one entry per prompt token except
+    the first; None in all other outputs, and if the request ended before its prompt was read. drafts: one
+    entry per verify round that gave these tokens, None unless requested. error_kind: the source of the error,
+    None unless the request ended with "error".
     """
 
     request_id: str
@@ -180,7 +180,7 @@ class RequestOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
-    index: int = 0  # type: ignore[assignment]  # OpenAI's name; nobody looks for an item of an output.
+    index: int = 0  # type: ignore[assignment]  # OpenAI's name; it hides tuple.index, which is not used.
     prompt_logprobs: list[TokenLogprob] | None = None
     drafts: list[RoundDrafts] | None = None
     error_kind: ErrorKind | None = None
@@ -190,8 +190,8 @@ def _no_bytes(token_id: int) -> bytes:
     return b""
 
 
-# What a request had told before an output: its metrics, characters, and entries still held back. A plain
-# tuple: one is made for each output.
+# A request before an output: its metrics, the number of delivered characters, and the entries held back. A
+# plain tuple, because one is made for each output.
 _Before: TypeAlias = tuple[RequestMetrics, int, tuple[TokenLogprob, ...]]
 
 
@@ -199,12 +199,12 @@ _Before: TypeAlias = tuple[RequestMetrics, int, tuple[TokenLogprob, ...]]
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
-    index: of the choice, of those that share the request_id. bad_word_ids: what `params.bad_words` means.
-    guide: the grammar, owned by whoever steps. token_bytes: of a token's text, for log probabilities.
-    priority: whoever has the lower one gets a place sooner. error: why the grammar ended the request, or why
-    it ended before max_tokens and max_model_len: length_reason. `max_output`, length_reason, and seed and
-    mtp_step of `history`, may be changed until the scheduler has it. Raises ValueError for an empty prompt
-    and for stop strings without a detokenizer.
+    index: that of the choice, among those that share the request_id. bad_word_ids: the token ids of
+    `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's text
+    in bytes, for log probabilities. priority: a request of lower priority starts sooner. error: why the
+    grammar ended the request, or length_reason if that limit ended it before max_tokens and max_model_len.
+    `max_output`, length_reason, and seed and mtp_step of `history`, may be changed until the scheduler has
+    the request. Raises ValueError for an empty prompt and for stop strings without a detokenizer.
     """
 
     request_id: str
@@ -230,7 +230,7 @@ class Request:
     _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
     _new_logprobs: list[TokenLogprob] = field(default_factory=list)
     _prompt_logprobs: list[TokenLogprob] | None = None
-    # Characters that `append` has returned; and what there was before an output that is still to be told.
+    # Characters that `append` has returned; and the request before an output that is not delivered yet.
     _num_shown: int = 0
     _before: _Before | None = None
 
@@ -258,7 +258,7 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What names this choice among all."""
+        """The unique name of this choice."""
         return self.request_id, self.index
 
     @property
@@ -268,7 +268,7 @@ class Request:
 
     @property
     def is_two_phase(self) -> bool:
-        """Whether its rounds run as two halves: masks are made in between, or logits are looked at."""
+        """Whether its rounds have two phases: for the masks of a grammar, or for log probabilities."""
         return self.guide is not None or self.params.logprobs is not None
 
     @property
@@ -278,14 +278,16 @@ class Request:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether its prompt has log probabilities: every row of it must then be computed, even of a part
-        that is known already. The choices of a request share a prompt, of which choice 0 tells.
+        """Whether this choice returns log probabilities of the prompt.
+
+        Every row of the prompt must then be computed, also of a cached prefix. Choices share a prompt, so
+        only choice 0 returns them.
         """
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether those of its prompt are still to be told."""
+        """Whether log probabilities of the prompt are still to be delivered."""
         return self._prompt_logprobs is not None
 
     def append(
@@ -299,13 +301,13 @@ class Request:
     ) -> tuple[list[int], str]:
         """Take the tokens of one result; return those kept and their text, cut together at the first stop.
 
-        num_drafts is what the verify round had that emitted them: all were drafts but the last, and that one
-        too without `has_bonus`; None for the token that prefill emits. More than that may be right, since a
-        round verifies id 0 where it has no draft. `now_s` is the time by
-        time.monotonic(). logprobs: those of token_ids, where they are wanted. Sets finish_reason, and error.
-        `commit` is to follow once their output can be taken.
+        num_drafts: the drafts of the verify round that emitted the tokens; None for the token of a prefill.
+        All tokens were drafts except the last; with has_bonus False, the last too. There may be more kept
+        tokens than drafts, because a round verifies id 0 in place of a missing draft. now_s: the time by
+        time.monotonic(). logprobs: those of token_ids, if requested. Sets finish_reason and error. Call
+        `commit` once the output can be taken.
         """
-        held = () if self.params.logprobs is None else self._untold_logprobs()
+        held = () if self.params.logprobs is None else self._undelivered_logprobs()
         self._before = self.metrics, self._num_shown, held
         kept, text, output = token_ids, "", self.output_token_ids
         num_before = len(output)
@@ -343,7 +345,9 @@ class Request:
         return kept, text
 
     def commit(self) -> None:
-        """The output of what was appended last, and of prompt log probabilities, can be taken."""
+        """Mark the last appended tokens, and the prompt log probabilities, as delivered: their output can be
+        taken.
+        """
         self._before = None
         if self._prompt_logprobs is not None and self.take_prompt_logprobs() is not None:
             self._prompt_logprobs = None
@@ -351,13 +355,14 @@ class Request:
     def cut_short(
         self, reason: FinishReason, last: RequestOutput | None = None
     ) -> tuple[str, list[TokenLogprob] | None]:
-        """End the request behind the tokens that were told, wherever `append` or an earlier call of this one
-        stopped; return the text and the entries of theirs that were held back. Called again it returns the
-        same. last: its last output that waits to be taken.
+        """End the request after its delivered tokens; return their text and entries that were held back.
+
+        An interrupt may have stopped `append`, or an earlier call of this method, at any point; a repeated
+        call returns the same. last: the request's last output that waits to be taken.
         """
         before = self._before
-        if before is None or _is_behind(last, before[0]):
-            before = self.metrics, self._num_shown, self._untold_logprobs()
+        if before is None or _is_newer(last, before[0]):
+            before = self.metrics, self._num_shown, self._undelivered_logprobs()
         metrics, num_shown, held = before
         self.finish_reason = reason
         self.metrics = metrics._replace(total_s=time.monotonic() - self.arrival_s)
@@ -371,7 +376,7 @@ class Request:
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
         if self._before is None:
-            self._before = self.metrics, self._num_shown, self._untold_logprobs()
+            self._before = self.metrics, self._num_shown, self._undelivered_logprobs()
         self.finish_reason = reason
         self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
         self._new_logprobs += self._held_logprobs.flush()
@@ -379,7 +384,7 @@ class Request:
         return self._stop_strings.flush() + held
 
     def take_logprobs(self) -> list[TokenLogprob] | None:
-        """Return the entries whose text has come out since the last call; None if nobody asked for any."""
+        """Return the entries whose text was returned after the last call; None unless requested."""
         if self.params.logprobs is None:
             return None
         taken, self._new_logprobs = self._new_logprobs, []
@@ -388,10 +393,10 @@ class Request:
     def list_drafts(
         self, drafts: Sequence[int] | None = None, num_known: int = 0
     ) -> list[RoundDrafts] | None:
-        """Return what the round that was appended last had; None if nobody asks for it.
+        """Return the drafts of the round that was appended last; None unless requested.
 
-        drafts: those that were made for it, of which the first num_known were told in an earlier output; None
-        where there was no round.
+        drafts: those made for the round; an earlier output delivered the first num_known. None if there was
+        no round: returns [].
         """
         if not self.params.include_drafts:
             return None
@@ -399,29 +404,31 @@ class Request:
             return []
         verified, kept = divmod(self.history.rounds[-1], _MOST_KEPT)
         own = list(drafts[num_known : num_known + verified])
-        # Where it had no draft, what it verified may have been right too.
+        # The ids 0 that it verified in place of missing drafts may have been right too.
         return [RoundDrafts(own + [NO_DRAFT] * (verified - len(own)), kept)]
 
     def add_prompt_logprobs(self, start: int, token_ids: Sequence[int], rows: RowLogprobs) -> None:
-        """Take what a chunk that begins at `start` gives to the prompt's token_ids behind each of its rows.
+        """Take the log probabilities that a chunk from `start` on gives to token_ids, the prompt's next ids.
 
-        A chunk may come again: it is the same.
+        A replayed chunk overwrites the entries with equal ones.
         """
         if self._prompt_logprobs is not None and self.params.prompt_logprobs is not None:
             entries = make_entries(token_ids, rows, self.params.prompt_logprobs, self.token_bytes)
             self._prompt_logprobs[start : start + len(entries)] = entries
 
     def take_prompt_logprobs(self) -> list[TokenLogprob] | None:
-        """Return the entries of all the prompt's tokens but the first when they are known, until `commit`."""
+        """Return the entries of all prompt tokens except the first, once complete and until `commit`; else
+        None.
+        """
         entries = self._prompt_logprobs
         return None if entries is None or len(entries) < self.prompt_len - 1 else entries
 
-    def _untold_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of tokens that were told: entries are taken with their output, but for those held back."""
+    def _undelivered_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Return the entries of delivered tokens that were held back with their text."""
         return () if self.params.logprobs is None else (*self._new_logprobs, *self._held_logprobs)
 
     def _cut_at_stop_id(self, token_ids: list[int], num_stopless: int) -> list[int]:
-        """The tokens up to the first stop id behind those that `min_tokens` protects; sets finish_reason."""
+        """Return the tokens up to the first stop id after the first num_stopless; set finish_reason."""
         for index, token_id in enumerate(token_ids):
             if index >= num_stopless and token_id in self._stop_ids:
                 self.finish_reason, self.error = "stop", None
@@ -429,8 +436,9 @@ class Request:
         return token_ids
 
     def _cut_at_grammar(self, token_ids: list[int], guide: Guide) -> list[int]:
-        """The tokens up to the one that ended the grammar, or before the one it could not take; sets
-        finish_reason and error. Neither min_tokens nor ignore_eos changes where a grammar ends.
+        """Return the tokens up to the one that ended the grammar, or before the first that it cannot take.
+
+        Sets finish_reason and error. Neither min_tokens nor ignore_eos changes where a grammar ends.
         """
         num_kept = guide.accept(token_ids)
         if guide.is_ended:
@@ -446,7 +454,7 @@ class Request:
         num_stopless: int,
         entries: list[TokenLogprob] | None,
     ) -> tuple[list[int], str]:
-        """The tokens up to the one that completes a stop string, and their text; sets finish_reason."""
+        """Return the tokens up to the one that completes a stop string, and their text; set finish_reason."""
         text, last = "", len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             added = shown = ""
@@ -466,5 +474,5 @@ class Request:
         return token_ids, text
 
 
-def _is_behind(last: RequestOutput | None, metrics: RequestMetrics) -> bool:
+def _is_newer(last: RequestOutput | None, metrics: RequestMetrics) -> bool:
     return last is not None and last.metrics.output_tokens > metrics.output_tokens

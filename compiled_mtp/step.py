@@ -216,7 +216,7 @@ class Step(nn.Module):
         drafted = self.draft_forward(tokens, hidden, rows, kept_rows=accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
         if shape.chain > chain[0].shape[0]:
-            # `accept_window` places a chain of S1 drafts; a deeper one needs its own places.
+            # `accept_window` gives the positions of a chain of S1 drafts; a deeper one needs its own.
             chain = place_chain(
                 window.pos + accepted.packed[:, 0],
                 mtp_step=shape.chain,

@@ -1,4 +1,4 @@
-"""What a launch gives its requests: one record, and one tensor in which it leaves the device."""
+"""The outputs of a launch: a record of tensors, and its packed form for one copy to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOGPROB_WIDTH = 2 + 2 * NUM_TOP
 class OutputRow(NamedTuple):
     """What one request gained, on the host: the fields of StepOutput.
 
-    is_masked: the row after the first num_finite is not drawn from since every id of it is masked.
+    is_masked: the row after the first num_finite was not drawn from because all its ids are masked.
     """
 
     num_new: int
@@ -29,8 +29,11 @@ class OutputRow(NamedTuple):
 
 
 class HostOutput(Sequence[OutputRow]):
-    """A packed StepOutput on the host, a row a request. At 32 requests a record for each would take longer
-    than all the rest of reading a result, so whole columns are read without."""
+    """A packed StepOutput on the host, one row per request.
+
+    Methods read whole columns: at 32 requests, making a record of each row would take longer than all else in
+    reading a result.
+    """
 
     def __init__(self, rows: list[list[int]], num_tokens: int) -> None:
         self._rows = rows
@@ -46,25 +49,27 @@ class HostOutput(Sequence[OutputRow]):
         return OutputRow(row[0], num_finite, row[_FIRST : self._end], row[self._end :], is_masked)
 
     def drawn_tokens(self, count: int) -> list[list[int]]:
-        """Of the first `count` requests, the new tokens before one that could not be drawn."""
+        """Return the new tokens of each of the first `count` requests, up to one that could not be drawn."""
         return [row[_FIRST : _FIRST + (row[1] if row[1] >= 0 else -1 - row[1])] for row in self._rows[:count]]
 
     def undrawn(self, count: int) -> list[int]:
-        """Those of the first `count` requests, by index, that have such a token."""
+        """Return the indices, among the first `count` requests, of those with a token that could not be
+        drawn.
+        """
         return [index for index, row in enumerate(self._rows[:count]) if row[1] < row[0]]
 
     def drafts(self, count: int) -> list[list[int]]:
-        """The drafts of the first `count` requests."""
+        """Return the drafts of the first `count` requests."""
         return [row[self._end :] for row in self._rows[:count]]
 
 
 class StepOutput(NamedTuple):
-    """All int64, a row for each of B requests, of which padding rows come last.
+    """The outputs of B requests, int64, one row per request; padding rows come last.
 
     num_new [B]: tokens gained, 0 for padding. num_finite [B]: how many of these, from the first on, could be
-    drawn; a request whose num_finite is below num_new must end there. It is -1 - num_finite where the row
-    behind these has no id that is not masked, else that row's logits are not finite. tokens [B, W]: of which
-    the first num_new are the request's. drafts [B, S]: those of the next round.
+    drawn; a request whose num_finite is below num_new must end there, because the next row's logits are not
+    finite. It is -1 - num_finite if all ids of that row are masked instead. tokens [B, W]: the first num_new
+    are the request's. drafts [B, S]: those of the next round.
     """
 
     num_new: torch.Tensor
@@ -73,27 +78,27 @@ class StepOutput(NamedTuple):
     drafts: torch.Tensor
 
     def pack(self) -> torch.Tensor:
-        """The record as one tensor [B, 2 + W + S], for one copy to the host."""
+        """Return the record as one tensor [B, 2 + W + S], for one copy to the host."""
         return torch.cat((self.num_new[:, None], self.num_finite[:, None], self.tokens, self.drafts), dim=1)
 
     @staticmethod
     def unpack(packed: torch.Tensor, num_tokens: int, *, has_logprobs: bool = False) -> HostOutput:
-        """The requests' rows of `packed` [B, 2 + num_tokens + S], which must be ready to be read.
+        """Return the rows of `packed` [B, 2 + num_tokens + S], whose copy must be complete.
 
-        has_logprobs: `pack_logprobs` has added to it.
+        has_logprobs: `pack_logprobs` has appended columns, which are left out.
         """
         end = packed.shape[1] - has_logprobs * num_tokens * _LOGPROB_WIDTH
         return HostOutput((packed[:, :end] if has_logprobs else packed).tolist(), num_tokens)
 
 
 def pack_round(accepted: Accepted, drafts: torch.Tensor) -> torch.Tensor:
-    """The packed StepOutput of a round that leaves `drafts` [B, S]."""
+    """Return the packed StepOutput of a round that leaves `drafts` [B, S]."""
     head = accepted.packed
     return StepOutput(num_new=head[:, 0], num_finite=head[:, 1], tokens=head[:, 2:], drafts=drafts).pack()
 
 
 def pack_logprobs(packed: torch.Tensor, logprobs: RowLogprobs) -> torch.Tensor:
-    """`packed` [B, n] with what is known of its B * W tokens behind it: the bits of 32-bit numbers."""
+    """Return `packed` [B, n] and the logprobs of its B * W tokens as more columns: bits of 32-bit numbers."""
     logprob, rank, top_ids, top_logprobs = logprobs
     columns = [logprob[:, None].view(torch.int32), rank[:, None], top_ids, top_logprobs.view(torch.int32)]
     added = torch.cat(columns, dim=1).to(torch.int64)
@@ -101,7 +106,7 @@ def pack_logprobs(packed: torch.Tensor, logprobs: RowLogprobs) -> torch.Tensor:
 
 
 def unpack_logprobs(packed: torch.Tensor, num_tokens: int) -> list[RowLogprobs]:
-    """Of each request those of its num_tokens tokens, as `pack_logprobs` has added them."""
+    """Return the log probabilities that `pack_logprobs` appended, of each request's num_tokens tokens."""
     added = packed[:, -num_tokens * _LOGPROB_WIDTH :].to(torch.int32)
     rows = added.reshape(packed.shape[0], num_tokens, _LOGPROB_WIDTH)
     values = rows.view(torch.float32)
@@ -113,6 +118,6 @@ def unpack_logprobs(packed: torch.Tensor, num_tokens: int) -> list[RowLogprobs]:
 
 
 def split_logprobs(packed: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, RowLogprobs]:
-    """What `pack_logprobs` was given of a single request, and those of its num_tokens tokens."""
+    """Undo `pack_logprobs` for a single request of num_tokens tokens."""
     (logprobs,) = unpack_logprobs(packed, num_tokens)
     return packed[:, : packed.shape[1] - num_tokens * _LOGPROB_WIDTH], logprobs

@@ -1,6 +1,6 @@
-"""Compiled shapes: buckets, compilation, portable caches. They take callables and know no model.
+"""Compiled shapes: buckets, compilation, portable caches. These modules take callables and know no model.
 
-They are imported as `compiled_mtp.graphs` only: PyPI has a package called `graphs`.
+Import them only as `compiled_mtp.graphs`: PyPI has a package called `graphs`.
 """
 
 if __name__ != "compiled_mtp.graphs":

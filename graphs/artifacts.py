@@ -1,13 +1,13 @@
-"""A file with everything compiled: the second process starts without compiling.
+"""The graph cache: a file with all compiled code, so that the next process starts without compiling.
 
-Inductor and Triton keep what they make in directories. For an export both directories are private and
-empty, so that afterwards they hold what the engine's shapes need and nothing else: code, shared objects,
-cubins, the launch choices of the compiler's own kernels. Beside them lie the programs as Dynamo traced
-them. The file is a zip of all that with the key it was made for, in which the digest of our own source
-stands for what is not traced again. It holds code: load only files that you made or trust.
+Inductor and Triton cache what they compile in directories. For an export both directories are private and
+empty at first; afterwards they hold exactly what the engine's shapes need: code, shared objects, cubins, the
+launch choices of the compiler's own kernels. Beside them are the programs as Dynamo traced them. The file is
+a zip of all this and of the key that it was made for. The key has a digest of our own source, because a load
+traces nothing again. The file holds code: load only files that you made or trust.
 
-It is unpacked to <temporary directory>/compiled_mtp_<user id>/<digest of the file>, which only its owner may
-enter. That directory may be deleted whenever no engine runs from it; the next load puts back what is gone.
+`load` unpacks it to <temporary directory>/compiled_mtp_<user id>/<digest of the file>, which only its owner
+may enter. You may delete that directory whenever no engine runs from it; the next load restores it.
 """
 
 from __future__ import annotations
@@ -33,34 +33,37 @@ import torch
 KEY_NAME = "key.json"
 PROGRAMS_NAME = "programs"
 COMPILER = "g++"
-# What Inductor asks the compiler even if nothing is left to compile; the answers are part of its cache keys.
+# Inductor calls the compiler with these flags even if nothing is left to compile; the answers are part of its
+# cache keys.
 COMPILER_QUESTIONS = ("-v", "--version")
 CPUINFO = Path("/proc/cpuinfo")
-# How the instruction sets begin that a compiler may use, as the kernel names them for x86, then for ARM.
+# The beginnings of the kernel's names of instruction sets that a compiler may use: of x86, then of ARM.
 CPU_FLAGS = (
     *("avx", "sse", "ssse", "fma", "bmi", "f16c", "amx", "adx", "gfni", "vaes", "vpclmul", "sha"),
     *("popcnt", "movbe", "abm", "xop", "tbm"),
     *("neon", "asimd", "sve", "sme", "fphp", "i8mm", "bf16", "atomics"),
 )
-# Far more than compiled code gains by deflating: a zip that says it unpacks to more would fill the disk.
+# The largest ratio of unpacked to packed bytes, far above that of compiled code: a zip that claims more would
+# fill the disk. Zips that unpack to fewer bytes than the limit are always accepted.
 _MOST_RATIO, _LEAST_LIMIT_BYTES = 64, 64 << 20
 _MOST_KEY_BYTES = 8 << 20
-# What reading a damaged zip raises; RuntimeError says that it seems to be encrypted.
+# The errors of reading a damaged zip; zipfile raises RuntimeError where the zip seems to be encrypted.
 DAMAGE = (OSError, EOFError, RuntimeError, UnicodeError, zlib.error, zipfile.BadZipFile)
 
 
 def use_directory(directory: Path) -> None:
-    """Let Inductor and Triton keep what they compile below `directory`, from now on, in this process."""
+    """Make Inductor and Triton of this process cache what they compile below `directory` from now on."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "inductor")
     os.environ["TRITON_CACHE_DIR"] = str(directory / "triton")
 
 
 def machine_key(device: torch.device) -> dict[str, Any]:
-    """What compiled code depends on besides the engine's shapes: device and versions.
+    """The part of a graph cache's key that names the machine: device and versions.
 
-    Torch takes saved programs only for the same full version of Python, CUDA toolkit and name of the GPU
-    (torch/_dynamo/package.py, SystemInfo.check_compatibility). Code for a CPU is compiled with -march=native:
-    one instruction that is missing here kills the process, and torch's "AVX2" covers ten years of processors.
+    torch loads saved programs only with the same full version of Python, the same CUDA toolkit and a GPU of
+    the same name (torch/_dynamo/package.py, SystemInfo.check_compatibility). Code for a CPU is compiled with
+    -march=native, and one missing instruction kills the process: torch's "AVX2" covers ten years of
+    processors, so the key has a digest of all instruction sets.
     """
     key = {
         "device": device.type,
@@ -78,7 +81,7 @@ def machine_key(device: torch.device) -> dict[str, Any]:
 
 
 def source_digest(paths: Iterable[Path]) -> str:
-    """A digest of the code and tables at and below `paths`: what saved programs were traced from."""
+    """A digest of the code and JSON tables at and below `paths`, from which saved programs were traced."""
     digest = sha256()
     for path in paths:
         inside = sorted((*path.rglob("*.py"), *path.rglob("*.json"))) if path.is_dir() else (path,)
@@ -88,9 +91,9 @@ def source_digest(paths: Iterable[Path]) -> str:
 
 
 def save(file: Path, directory: Path, key: Mapping[str, Any]) -> int:
-    """Write what `directory` holds and `key` (JSON values) to `file`; returns its size in bytes.
+    """Write the files below `directory` and `key` (JSON values) to `file`; return its size in bytes.
 
-    `file` is there whole or, if anything fails, as it was before.
+    A failure leaves `file` as it was.
     """
     with _replacing(file) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(KEY_NAME, json.dumps(dict(key), indent=1, sort_keys=True))
@@ -103,7 +106,7 @@ def save(file: Path, directory: Path, key: Mapping[str, Any]) -> int:
 
 
 def read_key(file: Path) -> dict[str, Any]:
-    """The key a file was made for. Raises ValueError for what is no such file."""
+    """Return the key that `file` was made for. Raises ValueError if it is no graph cache."""
     try:
         with zipfile.ZipFile(file) as archive:
             if archive.getinfo(KEY_NAME).file_size > _MOST_KEY_BYTES:
@@ -120,7 +123,7 @@ def read_key(file: Path) -> dict[str, Any]:
 
 
 def check_key(file: Path, key: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `file` was made for `key`; names the first field that differs."""
+    """Raise ValueError unless `file` was made for `key`; the error names the first field that differs."""
     stored = read_key(file)
     wanted = json.loads(json.dumps(dict(key)))
     for name in sorted(stored.keys() | wanted.keys()):
@@ -132,12 +135,12 @@ def check_key(file: Path, key: Mapping[str, Any]) -> None:
 
 
 def load(file: Path) -> Path:
-    """Unpack `file`, let Inductor and Triton use it, and return the directory. The key is checked before.
+    """Unpack `file`, let Inductor and Triton use it, and return the directory. Check the key first.
 
-    What an earlier load unpacked is used again, and repaired if a cleaner of temporary files was there.
-    Inductor asks the C++ compiler for its version even if nothing is left to compile. On a machine without
-    one, a script that gives the recorded answer, and refuses to compile, is put in its place. Raises
-    ValueError for a damaged file, a full disk, and a directory that somebody else could write to.
+    A directory from an earlier load is used again; files that a cleaner of temporary files removed are
+    restored. Inductor asks the C++ compiler for its version even if nothing is left to compile: on a machine
+    without a compiler a script takes its place, which gives the recorded answers and refuses to compile.
+    Raises ValueError for a damaged file, a full disk, and a directory that another user could write to.
     """
     parent = Path(tempfile.gettempdir()) / f"compiled_mtp_{os.getuid()}"
     try:
@@ -157,7 +160,10 @@ def load(file: Path) -> Path:
 
 
 def _make_private(directory: Path) -> None:
-    """Anyone may create names in the temporary directory, and what lies below this one is run as code."""
+    """Make `directory`, or raise ValueError unless it belongs to this user alone.
+
+    Every user may create names in the temporary directory, and the files below this one are run as code.
+    """
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()
@@ -169,10 +175,10 @@ def _make_private(directory: Path) -> None:
 
 
 def _unpack(stream: BinaryIO, directory: Path) -> None:
-    """Put back every file of the zip that `directory` lacks or holds in another size.
+    """Unpack every file of the zip that `directory` lacks or holds with another size.
 
-    First all are unpacked aside, so that a damaged zip changes nothing; then each is moved to its place, so
-    that another process, which may be using the directory or doing the same, never sees half a file.
+    First unpack all of them into a temporary directory, so that a damaged zip changes nothing. Then move each
+    to its path, so that another process, which may use the directory or unpack too, never sees half a file.
     """
     with zipfile.ZipFile(stream) as archive, tempfile.TemporaryDirectory(dir=directory.parent) as aside:
         size, file_size = sum(m.file_size for m in archive.infolist()), stream.seek(0, os.SEEK_END)
@@ -199,7 +205,7 @@ def _unpack(stream: BinaryIO, directory: Path) -> None:
 
 
 def _has_size(file: Path, size: int) -> bool:
-    # One look: between two a cleaner can take the file.
+    # One system call: between two, a cleaner of temporary files could remove the file.
     with suppress(FileNotFoundError):
         return file.stat().st_size == size
     return False
@@ -207,8 +213,8 @@ def _has_size(file: Path, size: int) -> bool:
 
 @contextmanager
 def _replacing(file: Path) -> Iterator[Path]:
-    """A path to write to: it becomes `file` when all went well, and is gone when not."""
-    # Opened in a directory of its own, and not by mkstemp, the file gets the mode that the umask asks for.
+    """A path to write to, which replaces `file` on success and is deleted on an error."""
+    # In a directory of its own the file gets the mode that the umask sets; mkstemp would set another.
     with tempfile.TemporaryDirectory(dir=file.parent) as aside:
         partial = Path(aside) / file.name
         yield partial
@@ -236,7 +242,7 @@ def _stand_in_for_compiler(directory: Path) -> None:
 def _ask_compiler(question: str) -> bytes:
     if shutil.which(COMPILER) is None:
         return b""
-    # The words of a translated answer would change the cache keys; Inductor asks in this locale too.
+    # A translated answer would change the cache keys; Inductor asks in this locale too.
     command = ["env", "LC_ALL=C", COMPILER, question]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True).stdout
 

@@ -1,7 +1,7 @@
-"""The shapes that are compiled: how many rows a decode graph has, how long a prefill chunk is padded.
+"""The shapes that are compiled: the rows of a decode bucket, and the padded length of a prefill launch.
 
-Pure arithmetic. Rows of a decode bucket are whole groups, one per request: a row of each draft that the round
-verifies, and one more.
+Pure arithmetic. The rows of a decode bucket are whole groups, one per request: one row for each draft that
+the round verifies, and one for the last token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import NamedTuple
 from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS, PROMPT_CHUNK_MULTIPLE
 
 PREFILL_MULTIPLE = 64
-"""Prefill chunks are padded to a multiple of this: the chunk of the gated delta rule."""
+"""Prefill launches are padded to a multiple of this: the chunk of the gated delta rule."""
+# Rows of a prefill launch per prompt chunk that it has room for.
 _LEAST_ROWS_EACH = 32
 
 
 class RoundShape(NamedTuple):
-    """A round of each request: the number of drafts that it verifies, and of those that its chain leaves."""
+    """A round of each request: the numbers of drafts that it verifies and that its chain leaves."""
 
     verify: int
     chain: int
@@ -30,7 +31,7 @@ NO_DRAFTS = RoundShape(0, 0)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A decode shape: `rows` rows, in groups of shape.verify + 1 that each belong to one request."""
+    """A decode shape: `rows` rows, in groups of shape.verify + 1 rows per request."""
 
     rows: int
     shape: RoundShape
@@ -46,9 +47,9 @@ def ladder(
 ) -> tuple[Bucket, ...]:
     """Return the buckets of one round shape, smallest first: rows double until they cover max_batch requests.
 
-    Rows are multiples of lcm(unit, verify + 1), `unit` being the row granularity of the backend; the last
-    bucket is the smallest multiple that covers max_batch. With `batch_sizes` the buckets are those that cover
-    these batches and max_batch, and no others. Raises ValueError for a number out of range.
+    Rows are multiples of lcm(unit, verify + 1), where `unit` is the row granularity of the backend; the last
+    bucket is the smallest multiple that covers max_batch. With `batch_sizes` the buckets are exactly those
+    that cover these batches and max_batch. Raises ValueError for a number out of range.
     """
     _check("unit", unit, 1)
     _check("verify", shape.verify, 0)
@@ -92,17 +93,17 @@ def pick(buckets: Iterable[Bucket], num_requests: int, shape: RoundShape) -> Buc
 
 
 def sharing(sizes: Iterable[int]) -> frozenset[int]:
-    """Return which batch sizes have their rounds in common: traced and compiled once for all of them.
+    """Return the batch sizes whose rounds share one program, traced and compiled once.
 
-    All from two requests on, if they are several. One request is a shape of its own: a compiler takes a size
-    of 1 for a constant, and makes more of it.
+    These are all sizes above 1, if there are several. A batch of one request has its own program: the
+    compiler treats a size of 1 as a constant and makes faster code of it.
     """
     several = frozenset(size for size in sizes if size > 1)
     return several if len(several) > 1 else frozenset()
 
 
 def prefill_lengths(prefill_chunk: int) -> tuple[int, ...]:
-    """Return the padded lengths of prefill chunks, smallest first: doubling from 64, at last prefill_chunk.
+    """Return the padded lengths of prefill launches, smallest first: doubling from 64 up to prefill_chunk.
 
     Raises ValueError unless prefill_chunk is a positive multiple of 64.
     """
@@ -115,14 +116,15 @@ def prefill_lengths(prefill_chunk: int) -> tuple[int, ...]:
 
 
 def prompt_chunk_limit(length: int, max_batch: int) -> int:
-    """Return how many pieces of prompts a launch of `length` rows holds: what is short has little time for
-    pieces that are not there.
+    """Return how many prompt chunks a launch of `length` rows holds.
+
+    Short launches hold fewer: an empty chunk costs them a larger share of their time.
     """
     return max(min(length // _LEAST_ROWS_EACH, max_batch, MAX_PROMPT_CHUNKS), 1)
 
 
 def lay_out(counts: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return the first rows of pieces of `counts` tokens side by side, and the row behind the last."""
+    """Return the first rows of prompt chunks of `counts` tokens in one launch, and the row after the last."""
     first_rows, end = [], 0
     for count in counts:
         first_rows.append(-(-end // PROMPT_CHUNK_MULTIPLE) * PROMPT_CHUNK_MULTIPLE)
@@ -130,19 +132,19 @@ def lay_out(counts: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(first_rows), end
 
 
-def pick_prefill_length(lengths: Sequence[int], num_rows: int, num_pieces: int, max_batch: int) -> int:
-    """Return the smallest of `lengths` (sorted) that holds so many rows and pieces.
+def pick_prefill_length(lengths: Sequence[int], num_rows: int, num_chunks: int, max_batch: int) -> int:
+    """Return the smallest of `lengths` (sorted) that holds num_rows rows and num_chunks prompt chunks.
 
     Raises ValueError if none does.
     """
     _check("num_rows", num_rows, 1)
     for length in lengths:
-        if length >= num_rows and prompt_chunk_limit(length, max_batch) >= num_pieces:
+        if length >= num_rows and prompt_chunk_limit(length, max_batch) >= num_chunks:
             return length
     most = (lengths[-1], prompt_chunk_limit(lengths[-1], max_batch))
     raise ValueError(
-        f"num_rows and num_pieces must be at most {most[0]} and {most[1]}, got {num_rows} and {num_pieces}; "
-        "prefill them in chunks"
+        f"num_rows and num_chunks must be at most {most[0]} and {most[1]}, got {num_rows} and {num_chunks}; "
+        "prefill in several launches"
     )
 
 

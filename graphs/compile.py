@@ -1,9 +1,10 @@
-"""One compiled callable per shape, or for several batch sizes; compiled ahead, replayed without a decision.
+"""Compiled programs: one per shape, or one for several batch sizes; compiled ahead and replayed as they are.
 
-Two forms of the same code. "reduce-overhead" is `torch.compile(mode="reduce-overhead")`: CUDA-graph trees
-keep the books, which takes the host 200 us a step at 24 layers and 650 at 64. "replay" compiles without
-them and captures the call by hand, once; a replay costs the host about 10 us. Code of which a compiler makes
-nothing better is captured as it is in either. On a CPU there are no graphs, and no mode.
+Compiled code becomes CUDA graphs in one of two modes. "reduce-overhead" is
+`torch.compile(mode="reduce-overhead")`: the bookkeeping of CUDA-graph trees takes the host 200 us per step at
+24 layers and 650 us at 64. "replay" compiles without trees and captures the call by hand, once; a replay
+takes the host about 10 us. Code that a compiler does not speed up is captured uncompiled in both modes. A CPU
+has no graphs and no mode.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Inputs = tuple[torch.Tensor | int | RoundShape, ...]
 
 @contextmanager
 def compiler_settings() -> Iterator[None]:
-    """What compiled code must obey so that a row's bits depend on that row alone.
+    """Compiler settings under which a row's bits depend on that row alone.
 
-    No reduction inside a row is the compiler's (they are operators of ours); casts round where eager code
-    rounds; nothing is chosen by timing. A CUDA graph that cannot be captured is an error, not a slow path.
-    Operators are launched in the order in which they are called.
+    The compiler makes no reduction inside a row (these are our operators), rounds casts where eager code
+    rounds, and chooses nothing by timing. A CUDA graph that cannot be captured is an error instead of a slow
+    path. Operators are launched in the order in which they are called.
     """
     inductor = torch._inductor.config
     changes: dict[str, Any] = {
@@ -41,14 +42,15 @@ def compiler_settings() -> Iterator[None]:
         "split_reductions": False,
         "max_autotune": False,
         "max_autotune_gemm": False,
-        # What a kernel reads before it waits is older than the last fence, as operators are called (Launch).
-        # In a half round in FP8 an order of less memory had `linear_side` before its product.
+        # Kernels read some inputs before they wait for the previous launch: in the order of the calls these
+        # inputs are older than the last fence (see Launch). The order of least memory put `linear_side`
+        # before its product, in a phase of a two-phase round in FP8.
         "reorder_for_peak_memory": False,
         "triton.cudagraph_or_error": True,
-        # A program has a graph for every batch size that it is for, however many.
+        # A program has one graph for each of its batch sizes, however many these are.
         "triton.cudagraph_skip_dynamic_graphs": False,
         "triton.cudagraph_dynamic_shape_warn_limit": None,
-        # A precompiled header saves seconds once and would have to travel with every cache.
+        # A precompiled header saves seconds once, but every graph cache would have to contain it.
         "cpp_cache_precompile_headers": False,
     }
     if hasattr(inductor, "batch_invariant"):
@@ -59,10 +61,7 @@ def compiler_settings() -> Iterator[None]:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Let nothing look for garbage.
-
-    What is loaded stays, and looking at it takes a tenth of the start.
-    """
+    """Turn the garbage collector off: loaded objects stay, and scanning them takes a tenth of the start."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,11 +72,11 @@ def without_collector() -> Iterator[None]:
 
 
 def compile_program(function: Program, name: str, graph_mode: GraphMode | None) -> Program:
-    """Return `function` compiled for the one shape it will be called with, or all sizes of `mark_sizes`.
+    """Return `function` compiled for the shape of its inputs, or for all sizes that `mark_sizes` declared.
 
     `name` becomes part of the code's name: programs then never share a cache entry of Dynamo, so a call
-    checks the guards of its own program alone. graph_mode says how it becomes a CUDA graph: "replay" leaves
-    that to `capture`.
+    checks only its own program's guards. graph_mode: how the code becomes a CUDA graph; "replay" leaves that
+    to `capture`.
     """
     declare_operators()
     is_tree = graph_mode == "reduce-overhead"
@@ -91,7 +90,7 @@ def compile_program(function: Program, name: str, graph_mode: GraphMode | None) 
         return compiled
 
     def begin_and_run(*arguments: torch.Tensor | int | RoundShape) -> Any:
-        # What the call before returned has been copied out.
+        # The output of the last call has been copied out.
         torch.compiler.cudagraph_mark_step_begin()
         return compiled(*arguments)
 
@@ -99,10 +98,11 @@ def compile_program(function: Program, name: str, graph_mode: GraphMode | None) 
 
 
 def declare_operators() -> None:
-    """Tell Inductor that our operators are called as they are, on arguments that it keeps.
+    """Tell Inductor to call our operators as they are, on arguments that it keeps in buffers.
 
-    It finds the first out itself, but before that writes a message that spells out the operator's inputs, and
-    theirs: in torch 2.11 that is done whether or not anybody reads it, and doubles with every residual add.
+    Without this Inductor calls them as they are too, but first formats a message with the operator's inputs
+    and the inputs of these: torch 2.11 does so even with logging off, and the text doubles with every
+    residual add.
     """
     from torch._inductor import lowering
 
@@ -112,10 +112,10 @@ def declare_operators() -> None:
 
 
 def _keep_arguments(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """The layout constraint of our operators: eager strides, and what is computed for one call stays.
+    """The layout constraint of our operators: eager strides, and arguments become buffers at their first use.
 
-    Inductor's own constraint copies an argument that is not yet a buffer, and so computes it once a call:
-    positions and cursors would be gathered again in every layer.
+    Inductor's own constraint copies an argument that is not yet a buffer, and so computes it once per call:
+    every layer would gather positions and cursors again.
     """
     from torch._inductor import ir, lowering
 
@@ -134,10 +134,10 @@ def mark_static(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def mark_sizes(tensors: Collection[torch.Tensor]) -> None:
-    """Declare that these inputs differ in the size of dimension 0 alone: a program for one is for all.
+    """Declare that these inputs differ only in the size of dimension 0, so that one program takes them all.
 
-    Code that would ask which of the sizes it is, or be wrong for one, is an error where it is compiled. Their
-    addresses are those of different graphs and never change, but no program checks them.
+    Code that depends on which of the sizes it has, or is wrong for one, raises an error when it is compiled.
+    The inputs keep their addresses, one per graph; no program checks them.
     """
     sizes = [len(tensor) for tensor in tensors]
     for tensor in tensors:
@@ -148,10 +148,10 @@ def mark_sizes(tensors: Collection[torch.Tensor]) -> None:
 def capture(program: Program, inputs: Inputs, pool: Any) -> Program:
     """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
 
-    `program`, compiled or not, has run before, so nothing compiles inside. The replay returns the same output
-    tensor each time, overwritten by every replay of the pool: it is to be copied out on the same stream.
-    Other threads may use the device meanwhile. No garbage is collected: an engine that was dropped without
-    `close` would wait for its stream in the middle, which ends the capture.
+    `program`, compiled or not, must have run before, so that nothing compiles during the capture. The replay
+    returns the same output tensor each time, which every replay of the pool overwrites: copy it out on the
+    same stream. Other threads may use the device during the capture. The garbage collector is off: an engine
+    dropped without `close` would wait for its stream when collected, which ends the capture.
     """
     graph = torch.cuda.CUDAGraph()
     with without_collector(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -169,11 +169,11 @@ def save_program(function: Program, owner: Any, inputs: Inputs, file: Path) -> N
     """Compile `function(owner, *inputs)` for the shapes of `inputs`, or all that `mark_sizes` declares, and
     write the result to `file`.
 
-    Nothing of `owner` is written: its tensors are read from the owner that `load_program` is given.
+    Nothing of `owner` is written: a loaded program reads the tensors of the owner given to `load_program`.
     """
     declare_operators()
-    # The caller promises that shapes, dtypes and constants are the same: guards would have to be built anew
-    # in every process, and are not wanted in any call.
+    # No guards: every process would have to build them again, every call would check them, and the caller
+    # promises equal shapes, dtypes and constants.
     options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, options=options)
@@ -181,15 +181,15 @@ def save_program(function: Program, owner: Any, inputs: Inputs, file: Path) -> N
 
 
 def load_program(file: Path, owner: Any) -> Program:
-    """Return what `save_program` wrote, for an owner of the same class whose tensors have the same layout.
+    """Return the program that `save_program` wrote, for an owner of the same class and tensor layout.
 
-    Dynamo does not run: at 64 layers it takes ten seconds for each program, whatever is cached. Raises
-    ValueError for what torch cannot load.
+    Dynamo does not run: at 64 layers it takes ten seconds per program, even with warm caches. Raises
+    ValueError for a file that torch cannot load.
     """
     try:
         with file.open("rb") as stream:
             compiled: Any = torch.compiler.load_compiled_function(stream)
-    except Exception as error:  # whatever torch and pickle make of a broken file
+    except Exception as error:  # torch and pickle raise many types for a broken file
         raise ValueError(
             f"graph_cache must hold programs that torch {torch.__version__} can load, got "
             f"{type(error).__name__}: {error} from {file.name}; export it again with `compiled-mtp export`"

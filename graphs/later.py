@@ -1,4 +1,4 @@
-"""Programs of further depths, made ready beside the engine's steps: no start is longer, no step compiles."""
+"""Loads programs of further depths while the engine works, so that the start takes no longer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LaterProgram:
-    """A program that `save_program` wrote as `file`, perhaps for others too, for rounds of `depth`, and what
-    takes it once loaded."""
+    """A program to load: the file that `save_program` wrote, the depth of its rounds, and its receiver.
+
+    Several programs may have the same file. `adopt` is called with the loaded program.
+    """
 
     depth: int
     file: Path
@@ -26,10 +28,10 @@ class LaterProgram:
 
 
 class LaterDepths:
-    """Loads programs for `owner`, in their order, on a thread of its own.
+    """Loads programs for `owner`, in the given order, on a thread of its own.
 
-    `take` is for the thread that steps; is_free says whether a program may be adopted now. One that cannot be
-    loaded or made ready ends the loading with a warning: the depths that are ready go on.
+    Only the thread that steps calls `take`; is_free() says whether a program may be adopted now. A program
+    that fails to load or to be adopted ends the loading with a warning; complete depths stay in use.
     """
 
     def __init__(self, programs: Sequence[LaterProgram], owner: Any, is_free: Callable[[], bool]) -> None:
@@ -43,16 +45,16 @@ class LaterDepths:
         self._thread.start()
 
     def take(self) -> int | None:
-        """Adopt one loaded program between two steps; return the depth whose last one it was, if any."""
+        """Adopt one loaded program between two steps; return its depth if that is now complete, else None."""
         if self._is_closed:
-            # The thread may have looked whether it is before, and have come with one more after.
+            # The thread may have appended one more program after `close` cleared the queue.
             self._loaded.clear()
         if not self._loaded or not self._is_free():
             return None
         program, loaded = self._loaded.popleft()
         try:
             program.adopt(loaded)
-        except Exception as error:  # Of a CUDA graph that has no memory, say: who decodes is not to end.
+        except Exception as error:  # For example no memory for a CUDA graph: running requests must go on.
             logger.warning("depth %d and those after it are not used: %s", program.depth, error)
             self._is_closed = True
             self._loaded.clear()
@@ -62,11 +64,11 @@ class LaterDepths:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether `take` will adopt nothing more."""
         return not self._thread.is_alive() and not self._loaded
 
     def close(self) -> None:
-        """Load nothing more; waits for what is being loaded."""
+        """Stop loading; wait for the program that is being loaded."""
         self._is_closed = True
         self._thread.join()
         self._loaded.clear()

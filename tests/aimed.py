@@ -1,7 +1,7 @@
-"""Errors aimed at lines: the n-th time that a line of our code is about to run, it raises instead.
+"""Errors aimed at lines: at the n-th time that a line of our code is about to run, it raises instead.
 
-A real Ctrl-C comes between two bytecodes; between two lines is where the state of the program is worst known
-and best aimed at.
+A real Ctrl-C comes between two bytecodes. The tests aim between two lines, where the program's state is least
+certain and an error is easiest to aim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVERYWHERE = frozenset[str]()
 
 
 class Line(NamedTuple):
-    """A line of a function, and which of the times it runs."""
+    """A line of a function, and at which of its runs the error comes."""
 
     file: str
     function: str
@@ -30,11 +30,11 @@ class Line(NamedTuple):
 
 
 class Aim:
-    """Watches the lines of `files`, paths below the package that may be directories, and of these the
-    functions named, if any are.
+    """Watches the lines of `files`, paths below the package (files or directories), in all or the named
+    functions.
 
-    Where `target` is set, `error` is raised there, once: `is_hit` then. `lines` counts what has run.
-    is_armed: until it says so, nothing is watched.
+    With a `target`, `error` is raised there once, and then `is_hit` is true. `lines` counts the runs of each
+    line. is_armed: while it returns False, no line is counted or hit.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Aim:
 
     @contextmanager
     def watching(self) -> Iterator[Aim]:
-        """Watch this thread."""
+        """Watch this thread in the block."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -86,5 +86,5 @@ class Aim:
             sys.settrace(before)
 
     def targets(self) -> list[Line]:
-        """The first and the last time of every line that has run."""
+        """Return the first and the last run of every line that has run."""
         return [Line(*key, time) for key, count in self.lines.items() for time in sorted({1, count})]

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with the names, nesting and dtypes of released ones, and transformers as oracle."""
+"""Tiny random checkpoints with the names, nesting and dtypes of released ones; transformers as oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD_DIM = 256
 LINEAR_HEAD_DIM = 128
 LOGIT_SCALE = 4.5
 FP8_BLOCK = 128
-# What the FP8 releases quantise; everything else stays bfloat16.
+# Modules that the FP8 releases quantise; everything else stays bfloat16.
 FP8_MODULES = re.compile(
     r"\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj)"
     r"|mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up|down)_proj)\.weight$"
@@ -265,7 +265,7 @@ def _layer(
 def _gdn(c: Mapping[str, Any], is_next: bool, generator: torch.Generator) -> dict[str, torch.Tensor]:
     h, nk, nv = c["hidden_size"], c["linear_num_key_heads"], c["linear_num_value_heads"]
     k, v = nk * LINEAR_HEAD_DIM, nv * LINEAR_HEAD_DIM
-    # As trained models have them: exp(A_log) in 1..16, softplus(dt_bias) in 0.001..0.1.
+    # As in trained models: exp(A_log) in 1..16, softplus(dt_bias) in 0.001..0.1.
     steps = torch.exp(torch.rand(nv, generator=generator) * 4.6 - 6.9)
     weights = {
         "conv1d.weight": torch.randn(2 * k + v, 1, 4, generator=generator) * 0.5,
@@ -302,7 +302,7 @@ def _unstack(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.T
 
 
 def _quantize(weights: dict[str, torch.Tensor], scale_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """FP8 in blocks of 128 by 128 for the modules that the releases quantise."""
+    """Quantise to FP8 in blocks of 128 by 128, for the modules that the releases quantise."""
     quantized = dict(weights)
     for name, w in weights.items():
         if not FP8_MODULES.search(name):
@@ -333,7 +333,7 @@ def _save(directory: Path, named: dict[str, torch.Tensor], *, sharded: bool, mtp
         files["mtp.safetensors"] = {n: w for n, w in named.items() if n.startswith("mtp.")}
         named = {n: w for n, w in named.items() if not n.startswith("mtp.")}
     if sharded:
-        # Spread over the shards as the releases do: by no order that a loader could rely on.
+        # Spread over the shards in no usable order, as in the releases.
         for i, (name, w) in enumerate(named.items()):
             files.setdefault(f"model-0000{i % 3 + 1}-of-00003.safetensors", {})[name] = w
         weight_map = {n: file for file, part in files.items() if file != "mtp.safetensors" for n in part}
@@ -346,7 +346,7 @@ def _save(directory: Path, named: dict[str, torch.Tensor], *, sharded: bool, mtp
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> int:
-    """Train a byte-level tokenizer on a fixed text, write its files, return the id of '<|endoftext|>'.
+    """Train a byte-level tokenizer on a fixed text, write its files, and return the id of '<|endoftext|>'.
 
     Its eos token is '<|im_end|>', another id, as in the releases.
     """
@@ -370,7 +370,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> int:
 
 
 def read_stored(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by their full names, FP8 multiplied out to float32."""
+    """Return all tensors of a checkpoint by their full names, FP8 dequantised to float32."""
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         stored |= load_file(file)
@@ -388,7 +388,7 @@ def allocate(
     dtype: torch.dtype = torch.float32,
     formats: Formats = NO_FORMATS,
 ) -> dict[str, Any]:
-    """The parameters of our models by name, poisoned with NaN."""
+    """Return the parameters of our models by name, full of NaN."""
     parameters = dict(TargetModel(config, dtype, torch.device("cpu"), formats).named_parameters())
     if with_mtp:
         parameters |= {
@@ -433,8 +433,8 @@ class Oracle:
 def oracle(directory: Path) -> Oracle:
     """Load a checkpoint with transformers, in float32.
 
-    transformers reads a copy in which FP8 is multiplied out and every expert has its own tensors: its MTP
-    model cannot read a head whose experts lie otherwise than the trunk's (5.23).
+    transformers reads a copy in which FP8 is dequantised and every expert has its own tensors: its MTP model
+    cannot read a head whose experts are stored differently from the trunk's (5.23).
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_layers import MtpModel

@@ -1,8 +1,8 @@
-"""Test setup that must happen before anything imports Triton.
+"""Test setup that must happen before any import of Triton.
 
-Without a CUDA device the Triton kernels run through Triton's interpreter. It computes bfloat16 arithmetic,
-casts, dots and e4m3 casts wrongly (it works on the raw bits), so those are routed through torch here. The
-patch is for tests only. Only process-wide setup belongs in this file; fixtures live beside their tests.
+Without a CUDA device the Triton kernels run in Triton's interpreter. It computes bfloat16 arithmetic, casts,
+dots and e4m3 casts wrongly (it works on the raw bits), so torch computes them here. The patch is for tests
+only. Only process-wide setup belongs in this file; fixtures belong beside their tests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# After a minute without a job Inductor ends its workers, and forks others when one comes, out of a process
-# that has threads by then. Among many engines of one process that has hung for ever; one engine compiles in
-# one go.
+# Inductor ends its workers after a minute without a job, and later forks others out of a process that has
+# threads. With many engines in one process such a fork has hung; one engine compiles without a pause.
 os.environ["TORCHINDUCTOR_QUIESCE_ASYNC_COMPILE_POOL"] = "0"
 
-# `make test` draws the same examples at each run: what a change breaks shows there, and what was always wrong
-# is looked for by `make soak`, which asks for hypothesis' own profile. GPU tests need no hypothesis.
+# `make test` draws the same examples at each run and finds what a change breaks. `make soak` uses hypothesis'
+# own profile and finds older bugs. GPU tests need no hypothesis.
 with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import settings
 
@@ -48,7 +47,7 @@ def _patch_interpreter() -> None:
     plain_fma, plain_clamp = builder.create_fma, builder.create_clampf
 
     def decode(value: Any) -> Any:
-        """The numbers behind a handle, as NumPy can compute with them."""
+        """Return the numbers of a handle in a dtype that NumPy can compute with."""
         if value.dtype.scalar not in storage:
             return value.data
         dtype, signed, _ = storage[value.dtype.scalar]
@@ -57,7 +56,8 @@ def _patch_interpreter() -> None:
         return bits.view(dtype).float().numpy().reshape(value.data.shape)
 
     def encode(numbers: Any, scalar: Any) -> Any:
-        """A handle of type `scalar`, rounded to nearest even; e4m3 saturates as the GPU's conversion does."""
+        """Return a handle of type `scalar`, rounded to nearest even; e4m3 saturates like the GPU's
+        conversion."""
         dtype, signed, unsigned = storage[scalar]
         values = torch.from_numpy(np.array(numbers, dtype=np.float32, copy=True, order="C"))
         if dtype == torch.float8_e4m3fn:
@@ -87,7 +87,8 @@ def _patch_interpreter() -> None:
         return compute
 
     def dot(self: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
-        # Products in float64: then a row's bits do not depend on which BLAS kernel the tile's shape selects.
+        # With products in float64, a row's bits do not depend on the BLAS kernel that the tile's shape
+        # selects.
         wide = np.float64 if accumulator.data.dtype.kind == "f" else accumulator.data.dtype
         product = np.matmul(decode(a).astype(wide), decode(b).astype(wide))
         return handle(product.astype(accumulator.data.dtype) + accumulator.data, accumulator.dtype.scalar)

@@ -1,4 +1,4 @@
-"""Drives a runner by plans made by hand: rounds of any depth, halves, and moves, without a scheduler."""
+"""Drives a runner with plans made by hand: rounds of any depth and of two phases, and moves; no scheduler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from compiled_mtp.plan import (
     Admit,
     BlockUpdate,
     Copy,
+    Location,
     Move,
-    Place,
     PlanKind,
     PromptChunk,
     Release,
@@ -38,7 +38,7 @@ BLOCKS_EACH = MAX_MODEL_LEN // BLOCK_SIZE
 
 
 def make_runner(directory: Path, **options: Any) -> Runner:
-    """A runner of three slots and room for four requests' blocks, every row and block full of NaN."""
+    """Return a runner of three slots with blocks for four requests; every row and block holds NaN."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "mtp_step": 3,
@@ -62,7 +62,7 @@ def with_rounds(
     is_compiled: bool = False,
     graph_mode: GraphMode | None = None,
 ) -> Runner:
-    """A runner that was made uncompiled, with rounds of any of these shapes."""
+    """Return the uncompiled runner with rounds of all these shapes."""
     config = runner.spec.config
     assert config.prefill_chunk is not None
     buckets = ladders(8, starmap(RoundShape, shapes), config.max_batch, config.batch_sizes)
@@ -76,11 +76,12 @@ def with_rounds(
 
 @dataclass
 class Driver:
-    """Keeps who owns which slot and blocks; `tokens` of each request are those whose results were read.
+    """Keeps the slot and blocks of each request; `tokens` holds the tokens of results that were read.
 
-    A copy to or from host memory may run beside the launches behind it, on a GPU: until a result says that it
-    is done its source is nobody's and keeps what it holds, and its target is not used. Launches of others go
-    on meanwhile; whoever needs one of the two waits for results. So does the scheduler.
+    On a GPU a copy to or from host memory may run beside later launches. Until a result says that the copy is
+    done, its source keeps its contents and belongs to no request, and its target is not used. Other requests'
+    launches go on meanwhile. A request that needs the source or the target waits for results, as in the
+    scheduler.
     """
 
     runner: Runner
@@ -89,7 +90,7 @@ class Driver:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     results: list[StepResult] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    # By the id of a copy under way: the slot, blocks and record of a request that leaves, and who comes back.
+    # By copy id: the slot, blocks and host record of a request that leaves; the name of one that comes back.
     leaving: dict[int, tuple[int, list[int], int]] = field(default_factory=dict)
     coming: dict[int, str] = field(default_factory=dict)
     step_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -99,7 +100,7 @@ class Driver:
         """Launch a plan of the requests `names` and take the result that is due."""
         self.wait(copy_id for copy_id, name in self.coming.items() if name in names)
         slots = tuple(self.slots[name] for name in names)
-        # A request's number is its generation: results come after it may have moved.
+        # A request's generation is its index in `names`: a result may arrive after the request has moved.
         generations = tuple(self.names.index(name) for name in names)
         plan = StepPlan(next(self.step_ids), kind, slots, generations, **fields)
         self.take(self.runner.run(plan))
@@ -125,12 +126,12 @@ class Driver:
             assert result is not None, "a copy is never done"
             self.take(result)
 
-    def wait_for_place(self, slot: int, record: int = -1) -> None:
-        """Take results until nobody is on the way out of the slot, or to the record."""
+    def wait_for_slot(self, slot: int, record: int = -1) -> None:
+        """Take results until no copy leaves the slot or goes to the record."""
         self.wait(c for c, (source, _, target) in self.leaving.items() if slot == source or record == target)
 
     def drain(self) -> dict[str, list[int]]:
-        """Read every result; the tokens of all requests."""
+        """Read every result; return the tokens of all requests."""
         while (result := self.runner.run(None)) is not None:
             self.take(result)
         return self.tokens
@@ -147,11 +148,11 @@ class Driver:
         is_first_apart: bool = False,
         chunk: int = 64,
     ) -> None:
-        """Give `name` a slot and the lowest free blocks, and prefill its prompt, `chunk` tokens a launch.
+        """Give `name` a slot and the lowest free blocks, and prefill its prompt, `chunk` tokens per launch.
 
         is_first_apart: its first token is left to a plan of its own.
         """
-        self.wait_for_place(slot)
+        self.wait_for_slot(slot)
         self.names.append(name)
         self.slots[name], self.tokens[name] = slot, []
         self.blocks[name] = self.free_blocks()
@@ -178,7 +179,7 @@ class Driver:
         self.run("decode", names, shape=RoundShape(verify, chain), **fields)
 
     def free_blocks(self) -> list[int]:
-        """Blocks that no request owns or leaves, the lowest last: tables are not in order."""
+        """Return blocks that no request owns or is leaving, the highest first: tables are not in order."""
         leaving = [blocks for _, blocks, _ in self.leaving.values()]
         used = {block for blocks in (*self.blocks.values(), *leaving) for block in blocks}
         free = [block for block in range(1, self.runner.memory.num_blocks) if block not in used]
@@ -189,26 +190,26 @@ class Driver:
         return tuple(BlockUpdate(self.slots[name], column, block) for column, block in own)
 
     def offload(self, name: str, record: int) -> None:
-        """Move a request to host memory; what it leaves is poisoned once the copy is done."""
+        """Move a request to host memory; its old slot and blocks are poisoned when the copy is done."""
         source, old = self.slots.pop(name), self.blocks.pop(name)
         pairs = tuple((block, record * BLOCKS_EACH + index) for index, block in enumerate(old))
-        copy = Copy(next(self.copy_ids), Place("slot", source), Place("host", record), pairs)
+        copy = Copy(next(self.copy_ids), Location("slot", source), Location("host", record), pairs)
         self.leaving[copy.copy_id] = (source, old, record)
         self.run("move", moves=(copy, Release(source)))
 
     def bring_back(self, name: str, record: int, slot: int) -> None:
-        """Move a request from host memory to a slot and to blocks that it has not had before."""
-        self.wait_for_place(slot, record)
+        """Move a request from host memory to a slot and to other blocks than before."""
+        self.wait_for_slot(slot, record)
         self.blocks[name] = self.free_blocks()
         self.slots[name] = slot
         own = self.blocks[name]
         pairs = tuple((record * BLOCKS_EACH + index, block) for index, block in enumerate(own))
-        copy = Copy(next(self.copy_ids), Place("host", record), Place("slot", slot), pairs)
+        copy = Copy(next(self.copy_ids), Location("host", record), Location("slot", slot), pairs)
         self.coming[copy.copy_id] = name
         self.run("move", moves=(copy,), block_updates=self.updates(name))
 
     def poison(self, slot: int, blocks: list[int]) -> None:
-        """Fill a slot that was left, and blocks, with NaN or wrong numbers."""
+        """Fill a slot that a request left with NaN or wrong numbers, and its blocks with NaN."""
         step = self.runner.step
         for entry in step.slot_tensors:
             entry.tensor[slot] = float("nan") if entry.tensor.is_floating_point() else 3

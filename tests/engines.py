@@ -1,4 +1,4 @@
-"""Engines for tests: every slot and block is full of NaN when it is handed out, and drafts can be forced."""
+"""Engines for tests: every slot and block holds NaN when it is handed out, and drafts can be forced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests import tiny
 def make_engine(
     directory: Path, progress: Progress | None = None, save_to: Path | None = None, **options: Any
 ) -> Engine:
-    """A CPU engine whose free slots and blocks are poisoned; small blocks and chunks by default."""
+    """Return a CPU engine with poisoned free slots and blocks; by default blocks and chunks are small."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "mtp_step": 3,
@@ -40,9 +40,9 @@ def make_engine(
     carry_out = engine.runner.moves.carry_out
 
     def poison_then_carry_out(plan: StepPlan) -> tuple[int, ...]:
-        # Blocks that several hold, or are kept for others, have what a request resumes from.
+        # Shared or kept blocks hold the keys and values from which a request resumes.
         pool = engine.scheduler.pool
-        # What the prefix cache gives up leaves before it is written.
+        # The prefix cache's evictions are copied before their blocks are written.
         evictions = tuple(m for m in plan.moves if isinstance(m, Copy) and m.target.tier == "prefix_host")
         failed = carry_out(replace(plan, moves=evictions, block_updates=()))
         poison_new(step, plan, lambda block: pool._holders[block] > 1 or block in pool._kept)
@@ -53,7 +53,7 @@ def make_engine(
 
 
 class LateCopyStream(CopyStream):
-    """Reports every copy some results late, as a stream of a GPU does."""
+    """Reports every copy some results late, like a copy stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -76,7 +76,8 @@ class _LateEvent:
 
 
 def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = lambda _: False) -> None:
-    """Fill with NaN what a plan gives to a request: the rows of its slot, and the blocks that are its own."""
+    """Fill with NaN what a plan gives to a request: the rows of its slot, and blocks that no other request
+    shares."""
     nan = float("nan")
     for move in plan.moves:
         if isinstance(move, Admit):
@@ -84,9 +85,10 @@ def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = la
                 for buffer in layer.buffers():
                     buffer[move.slot] = nan
             step.slots.last_hidden[move.slot] = step.slots.deferred_hidden[move.slot] = nan
-    # After a launch was lost a plan says again which blocks are owned: those hold keys already.
+    # After a lost launch, a plan repeats which blocks are owned: these already hold keys.
     table, block_size = step.slots.block_table, step.kv_cache.block_size
-    # What a prompt resumes behind stays, even if the cache gives it up in the same plan.
+    # Blocks before a prompt's resume point keep their contents, even if the cache evicts them in the same
+    # plan.
     starts = {
         slot: prompt_chunk.start for slot, prompt_chunk in zip(plan.slots, plan.prompt_chunks, strict=False)
     }
@@ -103,10 +105,11 @@ Chooser = Callable[[str, int], int]
 
 
 def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right: Chooser) -> None:
-    """Before every round, make the first num_right(request_id, pos) drafts of a request those of its stream.
+    """Before every round, set the first num_right(request_id, pos) drafts of a request to its stream's
+    tokens.
 
-    The others are wrong. `streams` holds the tokens each request must give. Masks of grammars follow the
-    forced drafts where no launch is in flight. `free_drafts` ends it.
+    The other drafts are wrong. `streams` holds the tokens that each request must give. Masks of grammars are
+    made for the forced drafts where no launch is in flight. `free_drafts` ends it.
     """
     step, programs = engine.runner.step, engine.runner.programs
     decode, verify = programs.decode, programs.verify
@@ -136,13 +139,13 @@ def force_drafts(engine: Engine, streams: Mapping[str, Sequence[int]], num_right
 
 
 def free_drafts(engine: Engine) -> None:
-    """Give an engine that tests share the model's own drafts back: the class's methods hold again."""
+    """Give a shared engine the model's own drafts again: the class's methods apply."""
     programs = engine.runner.programs
     del programs.decode, programs.verify
 
 
 def run_to_end(engine: Engine, *, before_step: Callable[[], None] | None = None) -> dict[str, list[int]]:
-    """Step until nothing is left; the tokens of each request."""
+    """Step until no request is left; return the tokens of each request."""
     tokens: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         if before_step is not None:
@@ -152,12 +155,12 @@ def run_to_end(engine: Engine, *, before_step: Callable[[], None] | None = None)
 
 
 def collect(tokens: dict[str, list[int]], outputs: list[RequestOutput]) -> None:
-    """Append the new tokens of `outputs`."""
+    """Append the new tokens of `outputs` to `tokens`."""
     for output in outputs:
         tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
 
 
 def prompt_of(length: int, seed: int, vocab_size: int) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     rng = random.Random(seed)
     return [rng.randrange(vocab_size) for _ in range(length)]

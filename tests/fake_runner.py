@@ -1,4 +1,4 @@
-"""A runner in pure Python that knows what every launch writes and reads, and when its result is read."""
+"""A runner in pure Python that checks what every launch writes and reads, and when its result is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_mtp.plan import (
     BlockUpdate,
     Copy,
     Draft,
-    Place,
+    Location,
     PromptChunk,
     Release,
     RowLogprobs,
@@ -36,11 +36,10 @@ def token_at(seed: int, index: int) -> int:
 
 @dataclass
 class Row:
-    """The device's view of a slot, of a host record or of a checkpoint, which has no seed.
+    """The device's view of a slot, of a host record or of a state snapshot, which has no seed.
 
-    The generation is that of its first launch; drafts are those that its next round would verify. What the
-    draft model makes is no token, and says where it stands. num_deferred: rounds without drafts whose inputs
-    the draft model has still to read.
+    generation: that of its first launch. drafts: those that its next round would verify; they encode
+    positions and are no tokens. num_deferred: the deferred draft inputs.
     """
 
     seed: int | None
@@ -53,19 +52,19 @@ class Row:
     drafts: list[int] = field(default_factory=list)
 
     def snapshot_offset(self, position: int) -> int:
-        """What a launch of this row writes at a position: of a prompt it depends on all up to there."""
+        """What a launch of this row writes at a position; for a prompt it depends on all tokens before."""
         for token_id in self.prompt[len(self.marks) :]:
             self.marks.append(hash((self.marks[-1] if self.marks else None, token_id)))
         return self.marks[position] if position < len(self.marks) else hash((self.seed, position))
 
 
 class FakeRunner:
-    """Executes plans at once and hands their results out `delay` launches late, as a device would.
+    """Executes plans at once and returns their results `delay` launches late, as a device would.
 
     Copies are reported `copy_delay` results after their own; until then nothing may touch what they copy.
     broken holds (seed, index) of output tokens whose logits are not finite; masked likewise, none is allowed.
-    host_blocks: the most blocks that host memory turns out to have; a copy beyond them fails, as do those of
-    the prefix cache while fails_spills.
+    host_blocks: the blocks for which host memory suffices; a copy beyond them fails, and evictions of the
+    prefix cache fail while fails_evictions.
     """
 
     def __init__(
@@ -90,15 +89,15 @@ class FakeRunner:
         self.accept = accept
         self.broken: set[tuple[int, int]] = set()
         self.masked: set[tuple[int, int]] = set()
-        self.rows: dict[Place, Row] = {}
-        # Of a tier's block, what each of its places holds.
+        self.rows: dict[Location, Row] = {}
+        # What each position of a tier's block holds.
         self.kv: dict[tuple[str, int], dict[int, int]] = {}
         self.copies: dict[int, tuple[Copy, int]] = {}
         # What goes to the host tier of the prefix cache.
         self.evictions: dict[int, tuple[Copy, int]] = {}
-        self.fails_spills = False
+        self.fails_evictions = False
         self.open_round: StepPlan | None = None
-        # By slot, the launch with the last piece of its prompt.
+        # The launch with the last prompt chunk, by slot.
         self.last_chunks: dict[int, StepPlan] = {}
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
@@ -108,7 +107,7 @@ class FakeRunner:
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         if plan is not None and self.lose_next:
-            # As a launch that raises: nothing of it happens, and its error comes before its turn.
+            # As a launch that raises: nothing of it happens, and its error may come before older results.
             self.lose_next, self.has_failed = False, True
             self.plans.append(plan)
             self._forget_round(plan)
@@ -122,10 +121,10 @@ class FakeRunner:
 
     def row(self, slot: int) -> Row:
         """The device's view of a slot."""
-        return self.rows[Place("slot", slot)]
+        return self.rows[Location("slot", slot)]
 
     def drop(self) -> None:
-        """As `Runner.drop_launches` does: nothing is under way any more."""
+        """Drop all launches and copies, as `Runner.drop_launches` does."""
         self.results.clear()
         self.copies.clear()
         self.evictions.clear()
@@ -161,7 +160,7 @@ class FakeRunner:
             self.open_round = None
 
     def _with_copies(self, result: StepResult) -> StepResult:
-        """The result, and which copies are complete by then."""
+        """Return the result with the copies that are complete by then."""
         done = []
         for waiting in (self.copies, self.evictions):
             for copy_id, (copy, wait) in list(waiting.items()):
@@ -192,7 +191,7 @@ class FakeRunner:
 
     def _evict(self, copy: Copy) -> None:
         assert copy.source.tier == "snapshot"
-        if self.fails_spills:
+        if self.fails_evictions:
             self.failed_copies.append(copy.copy_id)
             return
         if copy.has_rows:
@@ -216,29 +215,31 @@ class FakeRunner:
             if isinstance(move, Copy):
                 self._copy(move)
                 continue
-            place = Place("slot", move.slot)
-            assert place not in self._busy_places(), f"{place} belongs to a copy"
-            assert place not in self._open_places(), f"{place} belongs to a round whose accept is to come"
+            location = Location("slot", move.slot)
+            assert location not in self._busy_locations(), f"{location} belongs to a copy"
+            assert location not in self._open_locations(), (
+                f"{location} belongs to a round whose accept is to come"
+            )
             if isinstance(move, Release):
-                self.rows.pop(place, None)
+                self.rows.pop(location, None)
             elif isinstance(move, Draft):
                 assert move.slot in plan.slots, "drafts are uploaded for a round that is not this one"
-                self._upload(self.rows[place], move, plan.shape.verify)
+                self._upload(self.rows[location], move, plan.shape.verify)
             elif isinstance(move, Admit):
-                assert place not in self.rows, "a slot is given out before it was released"
+                assert location not in self.rows, "a slot is given out before it was released"
                 drafts = [-1] * self.scheduler.limits.mtp_step
-                self.rows[place] = Row(move.sampling.seed, drafts=drafts)
+                self.rows[location] = Row(move.sampling.seed, drafts=drafts)
         for update in plan.block_updates:
             self._update(update)
         assert 0 not in plan.slots
         assert len(set(plan.slots)) == len(plan.slots)
         for slot, generation in zip(plan.slots, plan.generations, strict=True):
-            row = self.rows[Place("slot", slot)]
+            row = self.rows[Location("slot", slot)]
             assert row.generation in (None, generation)
             row.generation = generation
 
     def _upload(self, row: Row, move: Draft, verify: int) -> None:
-        """Own tokens that are computed again."""
+        """Upload a replayed request's known tokens as drafts."""
         done, count = row.pos - len(row.prompt) + 1, len(move.token_ids)
         assert 0 < count <= verify
         expected = tuple(token_at(row.seed, done + k) for k in range(count))
@@ -248,13 +249,13 @@ class FakeRunner:
 
     def _update(self, update: BlockUpdate) -> None:
         slot, column, block_id = update
-        row = self.rows[Place("slot", slot)]
+        row = self.rows[Location("slot", slot)]
         pool = self.scheduler.pool
         is_shared = pool._holders[block_id] > 1 or block_id in pool._kept
         others = [
-            (place.number, at)
-            for place, other in self.rows.items()
-            if place.tier == "slot"
+            (location.number, at)
+            for location, other in self.rows.items()
+            if location.tier == "slot"
             for at, owned_id in other.blocks.items()
             if owned_id == block_id
         ]
@@ -268,21 +269,23 @@ class FakeRunner:
         row.blocks[column] = block_id
 
     def _copy(self, copy: Copy) -> None:
-        busy = self._busy_places()
+        busy = self._busy_locations()
         assert copy.source not in busy
         assert copy.target not in busy
-        # Nobody is told that a record is free.
+        # No plan says that a host record is free.
         free = self.scheduler._resources._free_records
-        for place in [place for place in self.rows if place.tier == "host" and place.number in free]:
-            del self.rows[place]
+        for location in [
+            location for location in self.rows if location.tier == "host" and location.number in free
+        ]:
+            del self.rows[location]
         holders = [one for one in self.scheduler._resources.moving if one.transfer is not None]
         is_own = [one.transfer.target for one in holders if one.transfer].count(copy.target) == 1
         if copy.target.tier == "host" and is_own:
             self.rows.pop(copy.target, None)
-        assert copy.target not in self.rows, "a copy goes to a place that somebody has"
+        assert copy.target not in self.rows, "a copy must go to a free location"
         source = self.rows[copy.source]
         if copy.target.tier == "host" and self.host_blocks is not None:
-            kept = [row for place, row in self.rows.items() if place.tier == "host"]
+            kept = [row for location, row in self.rows.items() if location.tier == "host"]
             if sum(len(row.blocks) for row in kept) + len(copy.blocks) > self.host_blocks:
                 self.failed_copies.append(copy.copy_id)
                 return
@@ -300,21 +303,21 @@ class FakeRunner:
             del self.rows[copy.source]
         self.copies[copy.copy_id] = (copy, self.copy_delay)
 
-    def _open_places(self) -> set[Place]:
+    def _open_locations(self) -> set[Location]:
         """The slots of the round whose accept is still to come; none if all its requests have ended."""
         if self.open_round is None:
             return set()
         owners = self.scheduler._resources.owners
         pairs = zip(self.open_round.slots, self.open_round.generations, strict=True)
         is_live = any(slot in owners and owners[slot].generation == generation for slot, generation in pairs)
-        return {Place("slot", slot) for slot in self.open_round.slots} if is_live else set()
+        return {Location("slot", slot) for slot in self.open_round.slots} if is_live else set()
 
     def _check_no_round_is_open(self) -> None:
-        assert not self._open_places(), "two rounds are open"
+        assert not self._open_locations(), "two rounds are open"
         self.open_round = None
 
-    def _busy_places(self) -> set[Place]:
-        return {place for copy, _ in self.copies.values() for place in (copy.source, copy.target)}
+    def _busy_locations(self) -> set[Location]:
+        return {location for copy, _ in self.copies.values() for location in (copy.source, copy.target)}
 
     def _busy_blocks(self) -> Iterator[int]:
         for copy, _ in self.copies.values():
@@ -323,7 +326,7 @@ class FakeRunner:
 
     def _write(self, row: Row, first: int, last: int) -> None:
         busy, block_size = set(self._busy_blocks()), self.scheduler.limits.block_size
-        # At the time of its launch; whoever shares them came later.
+        # Checked at launch; requests that share them came later.
         pool = self.scheduler.pool
         shared = {block for block in row.blocks.values() if pool._holders[block] > 1 or block in pool._kept}
         for position in range(first, min(last, self.scheduler.limits.longest - 1) + 1):
@@ -335,7 +338,7 @@ class FakeRunner:
 
     def _read(self, row: Row, end: int) -> None:
         block_size = self.scheduler.limits.block_size
-        # A launch in flight may go beyond the end of a request; nothing is written there.
+        # A launch in flight may pass the end of a request; nothing is written there.
         for position in range(min(end, self.scheduler.limits.longest)):
             block = self.kv[("slot", row.blocks[position // block_size])]
             assert block[position % block_size] == row.snapshot_offset(position), f"{position} was lost"
@@ -351,7 +354,7 @@ class FakeRunner:
             prompt_chunk.next_ids for prompt_chunk in plan.prompt_chunks
         )
         assert sum(prompt_chunk.snapshot_offset > 0 for prompt_chunk in plan.prompt_chunks) <= 1
-        self.rows.pop(Place("slot", limits.max_batch + 1), None)
+        self.rows.pop(Location("slot", limits.max_batch + 1), None)
         for slot, prompt_chunk in zip(plan.slots, plan.prompt_chunks, strict=True):
             self._process(slot, prompt_chunk, plan.shape.chain if prompt_chunk.is_last else 0)
         scored = _logprobs(list(plan.next_ids)) if plan.next_ids else None
@@ -359,7 +362,7 @@ class FakeRunner:
         return replace(self._emit(plan, [0] * len(plan.slots)), prompt_logprobs=scored)
 
     def _process(self, slot: int, prompt_chunk: PromptChunk, chain: int) -> None:
-        row, end = self.rows[Place("slot", slot)], prompt_chunk.start + len(prompt_chunk.token_ids)
+        row, end = self.rows[Location("slot", slot)], prompt_chunk.start + len(prompt_chunk.token_ids)
         request = self.scheduler._resources.owners[slot].request
         assert row.prompt == request.prompt_token_ids[: prompt_chunk.start], "another prompt's state"
         assert prompt_chunk.start == len(row.prompt)
@@ -370,9 +373,9 @@ class FakeRunner:
         if prompt_chunk.snapshot_offset:
             assert prompt_chunk.snapshot_offset % self.scheduler.limits.resume_step == 0
             assert 0 < prompt_chunk.snapshot_offset < len(prompt_chunk.token_ids)
-            marked = row.prompt[: prompt_chunk.start + prompt_chunk.snapshot_offset]
-            place = Place("slot", self.scheduler.limits.max_batch + 1)
-            self.rows[place] = Row(None, None, marked, len(marked))
+            inner = row.prompt[: prompt_chunk.start + prompt_chunk.snapshot_offset]
+            location = Location("slot", self.scheduler.limits.max_batch + 1)
+            self.rows[location] = Row(None, None, inner, len(inner))
         self._read(row, prompt_chunk.start)
         self._write(row, prompt_chunk.start, end - 1 + chain)
         row.pos = end
@@ -384,7 +387,7 @@ class FakeRunner:
         since = self.plans[self.plans.index(chunk) + 1 : -1]
         assert {one.kind for one in since} <= {"first"}, "a launch came between a prompt and its first token"
         assert plan.generations == chunk.generations[at : at + 1]
-        row = self.rows[Place("slot", slot)]
+        row = self.rows[Location("slot", slot)]
         assert row.pos == chunk.prompt_chunks[at].prompt_len == len(row.prompt)
         self._write(row, row.pos, row.pos - 1 + plan.shape.chain)
         return self._emit(plan, [0])
@@ -403,7 +406,7 @@ class FakeRunner:
     def _accept(self, plan: StepPlan) -> StepResult:
         opened = self.open_round
         if opened is None:
-            # Planned before the error of its first half was read; the real one refuses it too.
+            # Planned before the error of its verify was read; the real runner refuses it too.
             assert self.has_failed
             return StepResult(plan, error="nothing was verified")
         self.open_round = None
@@ -413,7 +416,7 @@ class FakeRunner:
 
     def _verify_rows(self, plan: StepPlan) -> None:
         for slot in plan.slots:
-            row = self.rows[Place("slot", slot)]
+            row = self.rows[Location("slot", slot)]
             row.num_deferred = 0 if plan.catches_up else row.num_deferred
             assert row.num_deferred <= (0 if plan.shape.verify else self.scheduler.limits.mtp_step)
             self._read(row, row.pos)
@@ -422,7 +425,7 @@ class FakeRunner:
     def _emit_round(self, plan: StepPlan) -> StepResult:
         counts = []
         for slot in plan.slots:
-            row, most = self.rows[Place("slot", slot)], plan.shape.verify
+            row, most = self.rows[Location("slot", slot)], plan.shape.verify
             accepted = self.random.randint(0, most) if self.accept is None else min(self.accept, most)
             done = row.pos - len(row.prompt) + 1
             right = [row.drafts[k] == token_at(row.seed, done + k) for k in range(most)]
@@ -439,7 +442,7 @@ class FakeRunner:
         token_ids: list[list[int]] = []
         ends: dict[bool, list[int]] = {False: [], True: []}
         for index, (slot, count) in enumerate(zip(plan.slots, accepted, strict=True)):
-            row = self.rows[Place("slot", slot)]
+            row = self.rows[Location("slot", slot)]
             if plan.prompt_chunks and not plan.prompt_chunks[index].is_last:
                 token_ids.append([])
                 continue
@@ -461,11 +464,11 @@ class FakeRunner:
         return StepResult(plan, token_ids, not_finite, drafts, all_masked=all_masked, logprobs=logprobs)
 
     def _draft(self, plan: StepPlan) -> list[list[int]]:
-        return [self.rows[Place("slot", slot)].drafts[: plan.shape.chain] for slot in plan.slots]
+        return [self.rows[Location("slot", slot)].drafts[: plan.shape.chain] for slot in plan.slots]
 
 
 def _logprobs(token_ids: list[int]) -> RowLogprobs:
-    """Of token i the log probability -i, and a list of one: itself."""
+    """Return log probability -i for token i, and itself as the only listed id."""
     values = [-float(token_id) for token_id in token_ids]
     ranks, tops = [1] * len(values), [[token_id] for token_id in token_ids]
     return RowLogprobs(values, ranks, tops, [[value] for value in values])
@@ -503,7 +506,7 @@ def make_scheduler(
 
 
 def split_rounds(scheduler: Scheduler, is_two_phase: Callable[[], bool]) -> None:
-    """Let rounds run as two halves as if a request needed it, whenever `is_two_phase`, asked once a round."""
+    """Give rounds two phases whenever `is_two_phase()`, called once per round, as if a request needed it."""
     planner = scheduler._planner
     plan_round = planner._plan_round
 
@@ -541,8 +544,8 @@ def step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
     return scheduler.take_outputs()
 
 
-def send_away(scheduler: Scheduler, name: str) -> bool:
-    """As where blocks run short: a request leaves, to the host if there is room; False where none would."""
+def preempt_one(scheduler: Scheduler, name: str) -> bool:
+    """Preempt a request as when blocks run short; return False if none can be preempted."""
     planner, choices = scheduler._planner, scheduler._live.get(name, [])
     leaving = [one for one in choices if one in scheduler._resources.staying() and one.transfer is None]
     if planner._open_round is not None or not leaving:

@@ -1,8 +1,8 @@
-"""GGUF look-alikes of checkpoints, as llama.cpp's converter writes them; nothing here knows our reader.
+"""GGUF files of checkpoints, as llama.cpp's converter writes them; independent of our reader.
 
-`convert` turns a checkpoint's tensors into those of a GGUF file: what it does to values and to the order of
-heads. `write_gguf` quantises and writes them with the package gguf; K-quants, which that cannot make, come
-from the plain roundings below. `multiplied_out` writes the checkpoint whose weights are a file's values.
+`convert` turns a checkpoint's tensors into those of a GGUF file: it changes values and the order of heads.
+`write_gguf` quantises and writes them with the package gguf. That package cannot make K-quants, so the plain
+roundings below do. `multiplied_out` writes the checkpoint whose weights are a file's values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _F32 = re.compile(r"norm\.weight$|ffn_gate_inp|ssm_conv1d|ssm_a$|\.bias$")
 
 @dataclass
 class Converted:
-    """A tensor of the file, and how to have the checkpoint's back from its values."""
+    """A tensor of the file, and a function that turns its values back into the checkpoint's."""
 
     values: np.ndarray
     back: Callable[[np.ndarray], Mapping[str, np.ndarray]] = field(repr=False)
@@ -68,7 +68,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors by their names without prefix, without the vision tower."""
+    """Return the tensors by their names without prefix, without the vision tower."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         found |= load_file(file)
@@ -77,7 +77,7 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def convert(directory: Path, *, fused_experts: bool = False) -> dict[str, Converted]:
-    """The tensors of the GGUF file of a checkpoint, in float32 by name."""
+    """Return the tensors of the GGUF file of a checkpoint, in float32 by name."""
     c = read_config(directory)
     is_next = c["top"]["model_type"] == "qwen3_next"
     tensors = {name: w.float().numpy() for name, w in read_tensors(directory).items()}
@@ -97,7 +97,7 @@ def convert(directory: Path, *, fused_experts: bool = False) -> dict[str, Conver
 
 
 def _place(name: str, num_layers: int) -> tuple[str, str]:
-    """Its block in the file, with the point, and its name within."""
+    """Return the block's prefix in the file, with the point, and the name within the block."""
     if found := re.fullmatch(r"layers\.(\d+)\.(.*)", name):
         return f"blk.{found[1]}.", found[2]
     if name.startswith("mtp.layers.0."):
@@ -108,7 +108,7 @@ def _place(name: str, num_layers: int) -> tuple[str, str]:
 
 
 def _stack(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With the experts of each layer in one tensor, as the file has them."""
+    """Return the tensors with the experts of each layer in one tensor, as in the file."""
     out: dict[str, np.ndarray] = {}
     single: dict[str, dict[tuple[int, str], np.ndarray]] = {}
     for name, w in tensors.items():
@@ -139,7 +139,7 @@ def _experts(name: str, block: str, w: np.ndarray, is_fused: bool) -> dict[str, 
 
 
 def _split_qkvz(c: Mapping[str, Any], name: str, block: str, w: np.ndarray) -> dict[str, Converted]:
-    """Of Qwen3-Next: from q|k|v|z of each key head to q|k|v and z."""
+    """Split Qwen3-Next's q|k|v|z of each key head into q|k|v and z."""
     nk, r = c["linear_num_key_heads"], c["linear_num_value_heads"] // c["linear_num_key_heads"]
     k, v = c["linear_key_head_dim"], r * c["linear_value_head_dim"]
     index = np.arange(len(w)).reshape(nk, 2 * k + 2 * v)
@@ -158,7 +158,7 @@ def _put(rows: int, index: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _tiles(c: Mapping[str, Any], first: int, width: int) -> np.ndarray:
-    """Where the file's rows come from: value heads of `width` rows from `first` on, in tiles."""
+    """Return the source of the file's rows: value heads of `width` rows from `first` on, in tiles."""
     nk, nv = c["linear_num_key_heads"], c["linear_num_value_heads"]
     heads = np.arange(nv * width).reshape(nk, nv // nk, width).transpose(1, 0, 2).reshape(-1)
     return np.concatenate((np.arange(first), first + heads))
@@ -195,7 +195,7 @@ def _changed(c: Mapping[str, Any], name: str, part: str, w: np.ndarray, is_next:
 
 
 def q4_k(rows: np.ndarray) -> np.ndarray:
-    """Rounded to blocks of Q4_K, with the scale and minimum that span each sub-block."""
+    """Round to blocks of Q4_K, with the scale and minimum that span each sub-block."""
     x = rows.reshape(-1, 8, 32)
     low, span = np.minimum(x.min(2), 0), x.max(2) - np.minimum(x.min(2), 0)
     d = (span.max(1) / 15 / 63).astype(np.float16)
@@ -217,7 +217,7 @@ def q4_k(rows: np.ndarray) -> np.ndarray:
 
 
 def q6_k(rows: np.ndarray) -> np.ndarray:
-    """Rounded to blocks of Q6_K."""
+    """Round to blocks of Q6_K."""
     x = rows.reshape(-1, 16, 16)
     most = np.abs(x).max(2)
     d = (most.max(1) / 31 / 127).astype(np.float16)
@@ -243,7 +243,7 @@ def _codes(values: np.ndarray, d: np.ndarray, most: int) -> np.ndarray:
 
 
 def encode(values: np.ndarray, kind: Type) -> np.ndarray:
-    """The rows of a tensor in blocks of `kind`, as bytes or, without blocks, as numbers."""
+    """Return the rows of a tensor in blocks of `kind`, as bytes, or as numbers if `kind` has no blocks."""
     own = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}
     return own[kind](values) if kind in own else gguf.quants.quantize(values, kind)
 
@@ -253,7 +253,7 @@ def type_of(name: str, shape: tuple[int, ...], chosen: TypeOf) -> Type:
 
 
 def metadata_of(directory: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint's file, without its tokenizer."""
+    """Return the metadata of a checkpoint's file, without its tokenizer."""
     c = read_config(directory)
     arch = ARCHITECTURES[c["top"]["model_type"].removesuffix("_text")]
     has_mtp = any(name.startswith("mtp.") for name in read_tensors(directory))
@@ -303,11 +303,11 @@ def write_gguf(
     max_tensors: int = 0,
     fused_experts: bool = False,
 ) -> Path:
-    """Write the GGUF file of a checkpoint, and return it; tensors of more than a dimension have the type that
-    `chosen` gives for their names, where the format lets them.
+    """Write the GGUF file of a checkpoint and return its path, the first part's if there are several.
 
-    changes: metadata that are other, None for those that are left out. max_tensors: of each part of a file in
-    parts, whose first is returned.
+    chosen: gives the type for a tensor's name; tensors of one dimension, and rows that do not fit the type's
+    blocks, ignore it. changes: metadata to replace, or to leave out (None). max_tensors: per part of a file
+    in parts.
     """
     tensors = convert(directory, fused_experts=fused_experts)
     metadata = metadata_of(directory) | dict(changes or {})
@@ -343,8 +343,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def multiplied_out(directory: Path, target: Path, chosen: TypeOf) -> Path:
-    """Write the checkpoint in float32 whose weights are what the package gguf reads in the file that
-    `write_gguf` makes with `chosen`."""
+    """Write the float32 checkpoint whose weights are the file's values.
+
+    The file is that of `write_gguf` with `chosen`; the package gguf reads it.
+    """
     target.mkdir(parents=True)
     for file in directory.glob("*.json"):
         if not file.name.endswith("index.json"):
@@ -355,7 +357,7 @@ def multiplied_out(directory: Path, target: Path, chosen: TypeOf) -> Path:
         data = encode(np.ascontiguousarray(one.values), kind)
         values = gguf.quants.dequantize(data, kind).reshape(one.values.shape)
         for stored, part in one.back(values).items():
-            # Parts of one tensor lie in different rows.
+            # Parts of one tensor are in different rows.
             whole = stored.partition("@")[0]
             found[whole] = found[whole] + part if whole in found else part
     joined = {n: w for n, w in found.items() if not n.endswith((".gate", ".up"))}
@@ -373,7 +375,7 @@ def multiplied_out(directory: Path, target: Path, chosen: TypeOf) -> Path:
 
 
 def _unstacked(name: str, w: np.ndarray) -> dict[str, np.ndarray]:
-    """The experts of a stack, each in a tensor of its own, as Qwen3-Next has them."""
+    """Return the experts of a stack, each in its own tensor, as in Qwen3-Next."""
     base, part = name.rsplit(".", 1)
     if part == "down_proj":
         return {f"{base}.{e}.down_proj.weight": matrix for e, matrix in enumerate(w)}

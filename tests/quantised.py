@@ -1,6 +1,6 @@
-"""Quantised look-alikes of plain checkpoints: packers in NumPy, written from the formats' descriptions.
+"""Quantised versions of plain checkpoints: packers in NumPy, written from the formats' descriptions.
 
-A packer takes a matrix [N, K] and returns the tensors to store, by the endings of their names, and the
+A packer takes a matrix [N, K]. It returns the tensors to store, by the endings of their names, and the
 float32 values that they stand for, computed from the codes before they are packed.
 """
 
@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 Packer = Callable[[np.ndarray], Packed]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# Where AWQ puts the rows 0 .. 7 of a word.
+# The positions in a word at which AWQ puts rows 0 .. 7.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_words(codes: np.ndarray, bits: int) -> torch.Tensor:
-    """Codes [M, K], the lowest bits of a word first, to words [M, ceil(K * bits / 32)]."""
+    """Pack codes [M, K] into words [M, ceil(K * bits / 32)], from the lowest bits of a word on."""
     per_word = 32 // bits
     padded = np.pad(codes.astype(np.uint32), ((0, 0), (0, -codes.shape[1] % per_word)))
     words = np.zeros((len(codes), padded.shape[1] // per_word), np.uint32)
@@ -36,7 +36,7 @@ def pack_words(codes: np.ndarray, bits: int) -> torch.Tensor:
 def integers(
     w: np.ndarray, group: int, bits: int, *, symmetric: bool, dtype: torch.dtype, negative: bool = False
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor]:
-    """Codes [N, K], zero points and scales [N, groups] of groups of columns, and the values."""
+    """Return codes [N, K], zero points and scales [N, groups] of groups of columns, and the values."""
     n, k = w.shape
     most, rng = (1 << bits) - 1, np.random.default_rng(n * k)
     groups = [slice(first, min(first + group, k)) for first in range(0, k, group)]
@@ -70,7 +70,7 @@ def gptq(
     negative: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> Packer:
-    """GPTQ; without indices and with negative scales as AutoRound writes it."""
+    """Pack as GPTQ; without indices and with negative scales as AutoRound does."""
 
     def pack(w: np.ndarray) -> Packed:
         codes, zeros, scales, values = integers(
@@ -89,7 +89,7 @@ def gptq(
 
 
 def awq(group: int = 128, *, negative: bool = False) -> Packer:
-    """AWQ's gemm packing."""
+    """Pack in AWQ's gemm format."""
 
     def interleave(codes: np.ndarray) -> torch.Tensor:
         return pack_words(codes.reshape(len(codes), -1, 8)[..., list(AWQ_ORDER)].reshape(codes.shape), 4)
@@ -110,7 +110,7 @@ def awq(group: int = 128, *, negative: bool = False) -> Packer:
 def pack_quantized(
     group: int = 128, bits: int = 4, *, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16
 ) -> Packer:
-    """compressed-tensors' integers; group -1 is a scale a row."""
+    """Pack compressed-tensors' integers; group -1 is one scale per row."""
 
     def pack(w: np.ndarray) -> Packed:
         size = w.shape[1] if group < 0 else group
@@ -128,7 +128,7 @@ def pack_quantized(
 
 
 def fp8(scales: str = "channel", dtype: torch.dtype = torch.float32, *, static: bool = False) -> Packer:
-    """e4m3 with a scale a row ("channel"), a tensor, or a block of 128 by 128."""
+    """Pack e4m3 with one scale per row ("channel"), per tensor, or per block of 128 by 128."""
 
     def pack(w: np.ndarray) -> Packed:
         weight = torch.from_numpy(w)
@@ -154,23 +154,23 @@ def fp8(scales: str = "channel", dtype: torch.dtype = torch.float32, *, static: 
 
 
 def e2m1_codes(x: np.ndarray) -> np.ndarray:
-    """The nearest e2m1 codes."""
+    """Return the nearest e2m1 codes."""
     magnitude = np.abs(np.abs(x)[..., None] - E2M1).argmin(-1)
     return magnitude | (8 * (x < 0))
 
 
 def e2m1_values(codes: np.ndarray) -> np.ndarray:
-    """What the codes stand for."""
+    """Return the values of e2m1 codes."""
     return np.where(codes < 8, 1, -1).astype(np.float32) * E2M1[codes & 7]
 
 
 def bytes_of(codes: np.ndarray) -> torch.Tensor:
-    """Two columns to a byte, the even one low."""
+    """Pack two columns into a byte, the even one in the low bits."""
     return torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
 
 
 def nvfp4(*, modelopt: bool = False) -> Packer:
-    """NVFP4: compressed-tensors' global scale divides, modelopt's multiplies."""
+    """Pack NVFP4: compressed-tensors' global scale divides, modelopt's multiplies."""
 
     def pack(w: np.ndarray) -> Packed:
         groups = w.reshape(len(w), -1, 16)
@@ -194,7 +194,7 @@ def nvfp4(*, modelopt: bool = False) -> Packer:
 
 
 def mxfp4() -> Packer:
-    """MXFP4: groups of 32 with powers of two."""
+    """Pack MXFP4: groups of 32 with powers of two."""
 
     def pack(w: np.ndarray) -> Packed:
         groups = w.reshape(len(w), -1, 32)
@@ -213,10 +213,10 @@ def mxfp4() -> Packer:
 def quantise(
     directory: Path, choose: Callable[[str], Packer | None], config: Mapping[str, Any] | None = None
 ) -> Path:
-    """Quantise in place every linear X of a plain checkpoint for whose name `choose` gives a packer.
+    """Quantise in place every linear X of a plain checkpoint for whose name `choose` returns a packer.
 
-    Returns a copy of the checkpoint in which those linears are plain, in float32: what the packed ones stand
-    for. config: the quantization_config to write.
+    Returns a copy of the checkpoint in which those linears are plain, in float32, with the values of the
+    packed ones. config: the quantization_config to write.
     """
     twin = directory.with_name(f"{directory.name}-plain")
     shutil.copytree(directory, twin)

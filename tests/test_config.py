@@ -154,7 +154,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "hidden_size must be an integer of at least 1, got None; fix config.json"),
     ({"vocab_size": "512"}, "vocab_size must be an integer of at least 1, got 512; fix config.json"),
     ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0; fix config.json"),
-    ({"eos_token_id": 512}, "eos_token_id must lie in the vocabulary of 512, got [512]; fix the checkpoint"),
+    ({"eos_token_id": 512}, "eos_token_id must be ids below vocab_size (512), got [512]; fix the checkpoint"),
     ({"dtype": "int8"}, "dtype must be bfloat16, float16 or float32, got int8; fix config.json"),
     (
         {"model_type": "qwen3_5_moe_text"},
@@ -244,7 +244,7 @@ def test_refused_by_name_at_the_top_level(directory: Path, changes: dict[str, An
         read_model_config(directory)
 
 
-def test_other_sections_and_ignored_keys_are_no_concern_of_text(tmp_path: Path) -> None:
+def test_other_sections_and_ignored_keys_do_not_matter_to_text(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_5_moe")
     config = read_model_config(directory)
     vision = {"hidden_act": "gelu_pytorch_tanh", "attention_bias": True, "sliding_window": 8}
@@ -369,7 +369,7 @@ def test_engine_defaults() -> None:
 @pytest.mark.parametrize(
     ("given", "device", "hidden_size", "chunk", "busy"),
     [
-        # 27B, 9B, 4B and the narrower ones.
+        # 27B, 9B, 4B and narrower models.
         ({}, "cuda", 5120, 2048, 512),
         ({}, "cuda", 4096, 2048, 512),
         ({}, "cuda", 2560, 4096, 512),
@@ -385,7 +385,7 @@ def test_engine_defaults() -> None:
 def test_chunks_follow_the_device_and_the_width(
     given: dict[str, int], device: str, hidden_size: int, chunk: int, busy: int
 ) -> None:
-    """Whole blocks and whole chunks of the GDN layers; those that others wait for are short on a GPU."""
+    """Whole blocks and whole chunks of GDN layers; short on a GPU while other requests decode."""
     config, model = EngineConfig(**given), replace(tiny_config(), hidden_size=hidden_size)
     chunks = (config.resolve_prefill_chunk(device, model), config.resolve_busy_chunk(device, model))
     assert chunks == (chunk, busy)
@@ -401,7 +401,7 @@ def test_keyword_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPa
     assert c.reference_ops == ("linear", "gdn_verify")
 
 
-def test_lists_are_parted_at_commas_also_within_a_repeated_flag() -> None:
+def test_lists_are_split_at_commas_also_within_a_repeated_flag() -> None:
     c = EngineConfig(batch_sizes=["1,4", "8"], reference_ops=["linear, gdn_verify", "sample"])
     assert c.batch_sizes == (1, 4, 8)
     assert c.reference_ops == ("linear", "gdn_verify", "sample")
@@ -413,7 +413,7 @@ def test_lists_are_parted_at_commas_also_within_a_repeated_flag() -> None:
 )
 def test_a_bool_is_no_number(name: str) -> None:
     for value in (True, [True]) if name == "batch_sizes" else (True,):
-        with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; write out what"):
+        with pytest.raises(ValueError, match=f"^{name} must not be a bool, got .?True.?; give its value"):
             EngineConfig(**{name: value})
 
 
@@ -429,7 +429,7 @@ def test_an_engine_takes_the_settings_as_they_are() -> None:
         (
             config,
             {"mtp_step": 3},
-            r"mtp_step must stand in the EngineConfig, got it beside one; write EngineC",
+            r"mtp_step must be a field of the EngineConfig, got it beside one; write EngineC",
         ),
         (path, {"model": "x"}, "model must be given once, got somewhere and x; leave one out"),
         (None, {"mtp_stepp": 3}, "config must name settings only, got mtp_stepp; known are"),
@@ -537,7 +537,7 @@ def test_engine_refusals(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
         EngineConfig(**kwargs)
     assert "\n" not in str(error.value)
-    # The help text describes a setting; it is no remedy.
+    # The help text describes a setting and is not a remedy.
     described = {field.description for field in EngineConfig.model_fields.values()}
     assert not any(one and one in str(error.value) for one in described)
 
@@ -579,14 +579,14 @@ def test_resolved_numbers(directory: Path) -> None:
         EngineConfig().resolve_dtype("cuda", large)
 
 
-def test_configuration_does_not_wait_for_torch() -> None:
+def test_configuration_does_not_import_torch() -> None:
     code = "import sys, compiled_mtp.config; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 
 
 def test_a_sound_number_of_layers(directory: Path) -> None:
-    """Before anything is as long as the number says."""
+    """The number is checked before anything of that length is made."""
     edit(directory, {"num_hidden_layers": 10**9, "layer_types": None})
     with pytest.raises(ValueError, match=r"^num_hidden_layers must be at most 4096, got 1000000000; fix"):
         read_model_config(directory)
@@ -609,7 +609,7 @@ def test_messages_are_bounded_and_print_what_they_show(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "graph_cache", "draft_vocab"])
-def test_a_home_is_written_out_in_every_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_is_expanded_in_every_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert getattr(EngineConfig(**{name: "~/file"}), name) == Path("/home/somebody/file")
     with pytest.raises(ValueError, match=f"{name} must be a path, got ~nobody-of-this-name/file; "):

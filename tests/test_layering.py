@@ -1,4 +1,4 @@
-"""Imports only point down: an AST walk over every module, and what must never wait for torch."""
+"""Imports only point down: an AST walk over every module; and which modules must not wait for torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Rooms from the ground up: a folder, or a module at the root. A module imports its own room and
-# the rooms above it in this list.
+# Rooms from the ground up: a folder, or a module at the root. A module imports its own room and the rooms
+# before it in this list.
 ROOMS = (
     "errors",
     "default_model",
@@ -77,12 +77,12 @@ NO_TORCH = (
 )
 # The public names, resolved lazily.
 FACADE = "compiled_mtp"
-# The scheduler decides by numbers alone: it knows no model, no device, no text.
+# The scheduler decides by numbers alone: it imports no model, device or text module.
 SCHEDULER_ROOMS = ("errors", "graphs", "plan", "sampling", "request", "cache")
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the product by its import name; ops and graphs by the only name they have."""
+    """Return every module of the product by its import name; ops and graphs by their only names."""
     found: dict[str, Path] = {}
     for folder, package in (
         ("compiled_mtp", "compiled_mtp"),
@@ -102,7 +102,8 @@ MODULES = modules()
 
 
 def room_of(module: str) -> str:
-    """compiled_mtp.models.layers -> models; an entry point is a room of its own, at the top."""
+    """Return the room of a module: compiled_mtp.models.layers -> models; an entry point is its own room, at
+    the top."""
     parts = module.split(".")
     if parts[-1] == "__main__":
         return "__main__"
@@ -110,7 +111,7 @@ def room_of(module: str) -> str:
 
 
 def imports(module: str, source: str) -> Iterator[str]:
-    """Full names of what a module imports, anywhere in it."""
+    """Return the full names of a module's imports, anywhere in it."""
     is_package = MODULES.get(module, Path()).name == "__init__.py"
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -126,7 +127,7 @@ def imports(module: str, source: str) -> Iterator[str]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """The rules that the imports of one module break."""
+    """Return the rules that one module's imports break."""
     room, broken = room_of(module), []
     may_not_import_torch = room in NO_TORCH_ROOMS or module in NO_TORCH
     for name in imports(module, source):
@@ -147,7 +148,7 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def operator_violations(module: str, name: str) -> list[str]:
-    """Operators know torch, triton and the helpers beside them, never one another."""
+    """Return violations of the operators' rule: they import torch, triton and helpers, never each other."""
     root = name.split(".")[0]
     if root not in ("compiled_mtp", "torch", "triton", *sys.stdlib_module_names):
         return [f"{module} imports {name}; operators know torch and triton only"]
@@ -158,7 +159,7 @@ def operator_violations(module: str, name: str) -> list[str]:
     return [f"{module} imports the operator {name}"] if other in operators and other != own else []
 
 
-def test_every_room_has_its_place_and_is_there() -> None:
+def test_every_room_is_listed_and_exists() -> None:
     assert {room_of(module) for module in MODULES if module != FACADE} == set(ROOMS)
 
 
@@ -191,12 +192,12 @@ def test_imports_point_down(module: str) -> None:
         ("compiled_mtp.models.layers", "from ..step import Step"),
     ],
 )
-def test_the_walk_sees_what_it_should(module: str, source: str) -> None:
+def test_the_walk_finds_violations(module: str, source: str) -> None:
     assert violations(module, source) != []
 
 
 def reads_environment(source: str) -> bool:
-    """Whether a source names os.environ or os.getenv in any form, but to set a variable."""
+    """Return whether a source reads os.environ or os.getenv in any form; setting a variable is allowed."""
     names = {"environ", "getenv", "environb"}
     tree = ast.parse(source)
     stores = [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
@@ -221,7 +222,7 @@ def test_only_config_reads_the_environment() -> None:
 
 
 def test_the_scheduler_does_not_wait_for_torch() -> None:
-    """Nor does any of NO_TORCH, directly or through what it imports."""
+    """Neither does any module of NO_TORCH, directly or through its imports."""
     code = f"import sys, {', '.join(NO_TORCH)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""The package is complete wherever it comes from, and ops and graphs have no import name of their own."""
+"""The package is complete in every form, and ops and graphs have no import name of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = {"compiled_mtp": "compiled_mtp", "ops": "compiled_mtp.ops", "graphs":
 
 
 def package_files(pattern: str) -> dict[str, Path]:
-    """Files of all packages by where an installed copy has them."""
+    """Return the files of all packages by their paths in an installed copy."""
     found: dict[str, Path] = {}
     for folder, name in PACKAGES.items():
         for path in (ROOT / folder).rglob(pattern):
@@ -67,7 +67,7 @@ def test_no_import_under_a_bare_name(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist of this tree, and the wheel that is built from that sdist."""
+    """A folder with the sdist of this tree, and the wheel built from that sdist."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.egg-info")
     for name in PACKAGES:
@@ -76,7 +76,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, tree)
     (tree / "tests").mkdir()
     shutil.copy(__file__, tree / "tests")
-    # In place of the weights, which only take time to compress.
+    # Instead of the weights, which would only take time to compress.
     (tree / "compiled_mtp" / "default_model" / "model.safetensors").touch()
     out = tmp_path_factory.mktemp("dist")
     result = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), cwd=tree)
@@ -119,7 +119,7 @@ def test_installed_package_imports(built: Path, tmp_path: Path) -> None:
     assert all(Path(p).resolve().is_relative_to(tmp_path.resolve()) for p in result.stdout.split())
 
 
-def test_the_package_shows_its_public_names() -> None:
+def test_the_package_exports_its_public_names() -> None:
     import compiled_mtp
 
     assert dir(compiled_mtp) == sorted(compiled_mtp.__all__)

@@ -1,4 +1,4 @@
-"""Tiny random models without a checkpoint, for tests of the step: seconds matter more than realism."""
+"""Tiny random models without a checkpoint, for tests of the step: quick rather than realistic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """Three GDN layers and one attention layer, head_dim 64, dk = dv = 32, vocabulary 97."""
+    """Return a config: three GDN layers and one attention layer, head_dim 64, dk = dv = 32, vocabulary 97."""
     config = ModelConfig(
         family="qwen3_5",
         num_layers=4,
@@ -76,7 +76,7 @@ MOE = {
 
 
 def randomize(module: torch.nn.Module, seed: int) -> None:
-    """Weights of a scale that keeps activations near 1; gates and norms as a trained model has them."""
+    """Fill with random weights that keep activations near 1; gates and norms are like a trained model's."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -108,8 +108,7 @@ def build_step(
     ring_step: int | None = None,
     is_poisoned: bool = True,
 ) -> Step:
-    """A step over random weights (the same for the same config), its caches full of NaN unless told
-    otherwise."""
+    """Return a step over random weights, the same for the same config; its caches hold NaN by default."""
     place = torch.device(device)
     target = TargetModel(config, dtype, place)
     randomize(target, 1)
@@ -135,7 +134,7 @@ def build_step(
 
 
 def poison(step: Step) -> None:
-    """Fill every cache and every free row with NaN: whatever is read before it is written shows."""
+    """Fill every cache and every free row with NaN, so that reading before writing shows."""
     for module in (step.kv_cache, step.state_cache):
         for buffer in module.buffers():
             buffer.fill_(float("nan"))
@@ -173,7 +172,7 @@ def install(
 
 
 def prefill_rows(step: Step, slot: int, start: int, count: int) -> PrefillRows:
-    """Those of a prompt's piece that goes alone: `count` rows from position `start` on."""
+    """Return the rows of a prompt chunk alone in its launch: `count` rows from position `start` on."""
     prompt_chunk = torch.tensor([[start], [count], [0]], device=step.slots.pos.device)
     table = step.slots.block_table[slot : slot + 1]
     _, _, positions, kv_slots = place_prompt_chunks(
@@ -186,7 +185,7 @@ def prefill_rows(step: Step, slot: int, start: int, count: int) -> PrefillRows:
 
 @torch.no_grad()
 def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, chain: int | None = None) -> int:
-    """Prefill a prompt in chunks and return its first token; drafts follow, as many as can be."""
+    """Prefill a prompt in chunks and return its first token; the most possible drafts follow."""
     device = step.slots.pos.device
     index = torch.tensor([slot], dtype=torch.int32, device=device)
     for start in range(0, len(prompt), chunk):
@@ -201,8 +200,10 @@ def prefill(step: Step, slot: int, prompt: list[int], chunk: int = 64, chain: in
 def decode(
     step: Step, slots: list[int], verify: int | None = None, chain: int | None = None
 ) -> list[list[int]]:
-    """One decode round; the new tokens of each slot (padding slots are 0). Depths are the deepest unless
-    given."""
+    """Run one decode round; return each slot's new tokens (padding slots are 0).
+
+    The default depths are the largest.
+    """
     depths = [step.mtp_step if depth is None else depth for depth in (verify, chain)]
     index = torch.tensor(slots, dtype=torch.int32, device=step.slots.pos.device)
     return new_tokens(step.decode(index, RoundShape(*depths)), depths[0])
@@ -215,7 +216,7 @@ def catch_up(step: Step, slots: list[int]) -> None:
 
 
 def new_tokens(packed: torch.Tensor, verify: int) -> list[list[int]]:
-    """The tokens that a packed output gives each request; all of them must be of finite logits."""
+    """Return the tokens that a packed output gives each request; all must come from finite logits."""
     rows = StepOutput.unpack(packed, verify + 1)
     assert all(row.num_new == row.num_finite for row in rows)
     return [row.tokens[: row.num_new] for row in rows]
@@ -223,7 +224,7 @@ def new_tokens(packed: torch.Tensor, verify: int) -> list[list[int]]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run with `count` threads."""
+    """Run the body with `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,1 +1,1 @@
-"""Memory that outlives a step: pages of keys and values, recurrent states, and who owns which."""
+"""Memory that outlives a step: pages of keys and values, recurrent states, and their owners."""

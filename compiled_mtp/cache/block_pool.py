@@ -30,7 +30,7 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._kept: set[int] = set()
         self._num_idle = 0
-        # Counts how often a kept block got its first holder or lost its last.
+        # How often a kept block got its first holder or lost its last.
         self.num_turns = 0
 
     @property
@@ -75,7 +75,9 @@ class BlockPool:
     def share(self, block_ids: Iterable[int]) -> None:
         """Add a holder to blocks that are held or kept."""
         for block_id in block_ids:
-            assert self.is_held(block_id) or block_id in self._kept, f"block {block_id} holds nothing"
+            assert self.is_held(block_id) or block_id in self._kept, (
+                f"block {block_id} is neither held nor kept"
+            )
             if not self.is_held(block_id):
                 self._num_idle -= 1
                 self.num_turns += 1
@@ -112,13 +114,13 @@ class BlockPool:
         holders = {block_id: count for block_id, count in enumerate(self._holders) if count}
         assert holders == Counter(owned), f"blocks must be held as often as they are owned, got {holders}"
         idle = {block_id for block_id in self._kept if not self.is_held(block_id)}
-        everyone = sorted([*self._empty, *idle, *holders])
+        known = sorted([*self._empty, *idle, *holders])
         wanted = list(range(self._first, self.num_blocks))
-        assert everyone == wanted, f"blocks must be empty, kept or held, got {everyone}"
+        assert known == wanted, f"blocks must be empty, kept or held, got {known}"
         assert self._num_idle == len(idle)
 
     def _leave(self, block_id: int) -> None:
-        """File a block that has lost its last holder."""
+        """Count a block that has lost its last holder as idle if it is kept, else as empty."""
         if block_id in self._kept:
             self._num_idle += 1
             self.num_turns += 1

@@ -1,4 +1,4 @@
-"""Where copies between the device and host memory run: beside the launches on a GPU, at once on a CPU."""
+"""Runs copies between the device and host memory: on a stream of their own on a GPU, at once on a CPU."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class _UnderWay(NamedTuple):
 
 
 class CopyStream:
-    """A stream of copies, and the buffer that they pack rows in.
+    """A copy stream, and the staging buffer in which its copies pack rows.
 
-    What is queued runs behind all launches that were queued before, and beside those that come later unless
-    these are held. Which copies are complete is asked for, not waited for. On a CPU, where is_apart is False,
-    whatever is queued has been done.
+    A copy runs after all launches that were queued before it, and concurrently with later launches unless
+    `hold_launches` makes these wait. `take_done` polls for complete copies. On a CPU, where is_apart is
+    False, a queued copy is complete.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,20 +33,22 @@ class CopyStream:
         self.staging = Staging(device)
         self._device = device
         self._stream = torch.cuda.Stream(device) if self.is_apart else None
-        # Something was queued that launches do not wait for yet.
+        # Whether copies are queued for which `hold_launches` was not called yet.
         self._is_ahead = False
         self._under_way: list[_UnderWay] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """Have the buffer for so many bytes at once, and of the lane's own memory, which others get only
-        behind what is queued here. Raises RuntimeError if there is none.
+        """Make the staging buffer hold num_bytes. Raises RuntimeError if the device has no memory for it.
+
+        The allocator takes it on the copy stream, so memory that a smaller buffer leaves is reused only after
+        the copies queued so far.
         """
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self.staging.reserve(num_bytes)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        """Copies that are made within run on this lane."""
+        """Run the copies made within on this stream."""
         if self._stream is None:
             yield
             return
@@ -56,22 +58,20 @@ class CopyStream:
             yield
 
     def hold_launches(self) -> None:
-        """Have launches that are queued later wait for what was queued here so far. Not within `queue`."""
+        """Make launches that are queued later wait for the copies queued so far. Not within `queue`."""
         if self._stream is not None and self._is_ahead:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._is_ahead = False
 
     def record(self, step_id: int, copy_id: int) -> None:
-        """All of this copy, of that plan, has been queued. Within `queue`."""
+        """Note that all of this copy, of that plan, is queued. Within `queue`."""
         if self.is_apart:
             event = torch.Event(self._device)
             event.record()
             self._under_way.append(_UnderWay(step_id, copy_id, event))
 
     def take_done(self, step_id: int, *, waits: bool) -> list[int]:
-        """The copies of plans up to step_id that are complete and were not taken yet; `waits` for all of
-        them.
-        """
+        """Return, once, the complete copies of plans up to step_id; `waits` for all copies of these plans."""
         due = [copy for copy in self._under_way if copy.step_id <= step_id]
         if waits:
             for copy in due:
@@ -81,11 +81,11 @@ class CopyStream:
         return sorted(done)
 
     def wait(self, step_id: int | None = None) -> None:
-        """Wait for everything, and forget which copies are under way: all, or those of one plan."""
+        """Wait for all copies, and forget those under way: all of them, or those of one plan."""
         if self._stream is not None:
             try:
                 self._stream.synchronize()
-            except RuntimeError as error:  # Whoever ran a request has been told already.
+            except RuntimeError as error:  # The failed launch has already ended its requests.
                 logger.error("the device failed", exc_info=error)
         kept = [] if step_id is None else [copy for copy in self._under_way if copy.step_id != step_id]
         self._under_way = kept

@@ -1,5 +1,4 @@
-"""Paged keys and values. Buffers of modules, because torch.compile then sees static addresses it may
-mutate."""
+"""Paged keys and values, held in buffers of modules: torch.compile may mutate these at static addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ KV_SCALE_BYTES = 4
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of pages for `kv_dtype` in EngineConfig and activations of `dtype`.
+    """Return the dtype of pages for `kv_dtype` in EngineConfig and activations of `dtype`.
 
     Raises ValueError for FP8 on a GPU whose kernels cannot convert it.
     """
@@ -52,7 +51,7 @@ class KVCache(nn.Module):
     """The pages of the target's full-attention layers and, last, of the MTP layer; one block table serves
     all.
 
-    Block 0 belongs to nobody. A block id is an index into every layer's pages.
+    Block 0 belongs to no request. A block id is an index into every layer's pages.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class KVCache(nn.Module):
         super().__init__()
         num_layers = config.num_attention_layers
         shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        # A CPU gives no memory before it is written, and nothing is read before it: a pool for the longest
-        # requests costs what they use. Block 0 is what padding reads.
+        # Not set: pages are written before they are read, and a CPU backs only written memory, so that a
+        # large pool takes no more than requests use. Padding reads block 0.
         kv = stack(num_layers + with_draft, shape, dtype, device, is_zero=False)
         kv[:, 0] = 0
         scale = None
@@ -83,8 +82,8 @@ class KVCache(nn.Module):
         self._stacks = {"kv": kv} if scale is None else {"kv": kv, "kv_scale": scale}
 
     def block_tensors(self) -> dict[str, torch.Tensor]:
-        """What is moved with a block, of all layers together: [num_blocks, layers, ...] int64, 8 bytes each.
+        """Return what is copied with a block: views of all layers [num_blocks, layers, ...] int64.
 
-        Whole words of any kind are copied alike, and sooner than bytes.
+        Words of 8 bytes copy faster than the elements themselves, and need no case for each dtype.
         """
         return {name: pages.transpose(0, 1).view(torch.int64) for name, pages in self._stacks.items()}

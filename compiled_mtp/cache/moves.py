@@ -1,8 +1,8 @@
 """Carries out what a plan changes before its launch: admissions, releases, copies, drafts, block tables.
 
-Outside every graph a move happens after the launches before it and before its own plan's, on their stream.
-What goes to host memory or comes from there has a lane of its own: launches go on beside it, but for those
-that would write what it reads, or read what it writes.
+Moves are in no graph. A move runs on the launches' stream, after the earlier launches and before its own
+plan's. Copies to and from host memory run on a copy stream of their own, concurrently with launches; only a
+launch that would write what a copy reads, or read what it writes, waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.row_layout import RowLayout
 from compiled_mtp.cache.slot_sampling import write_sampling
 from compiled_mtp.cache.slot_tensors import SlotTensors
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Draft, Move, Place, Release, StepPlan
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Draft, Location, Move, Release, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 class Moves:
     """The executor of `StepPlan.moves` over the registered tensors and every layer's blocks.
 
-    A copy takes every registered row and the listed blocks, with their scales; one between a slot and a
-    checkpoint has no blocks. It takes no row of the block table: who moves a request into a slot
-    lists its blocks in the plan's block_updates. holds_launches: every later launch waits for a copy, since
-    whoever plans does not ask here whether it is complete.
+    A copy takes every registered row and the listed blocks, with their scales; a copy between a slot and a
+    state snapshot has no blocks. It takes no row of the block table: the planner of a move into a slot lists
+    the blocks in the plan's block_updates. holds_launches: every later launch waits for a copy, because the
+    planner does not ask this object whether it is complete.
     """
 
     def __init__(
@@ -48,53 +48,54 @@ class Moves:
         self.num_blocks = kv_cache.num_blocks
         self._holds_launches = holds_launches
         self._block_layout = RowLayout(kv_cache.block_tensors())
-        # Of host memory, by the name of the tier. A request that leaves takes longer than a hit may wait.
+        # Host memory by the name of its tier. Each tier has its own copy stream: a prefix hit must not wait
+        # for the offload of a request, which takes longer.
         self._tiers: dict[str, HostTier] = {}
         self._copy_streams = {name: CopyStream(block_table.device) for name in ("host", "prefix_host")}
-        # An engine may be dropped and not closed: the device's memory goes to others at once, those of its
-        # pages and rows that a lane still reads or writes too. At the interpreter's end as well.
+        # An engine may be dropped without `close`, also at the interpreter's end. Its memory is then reused
+        # at once, so wait for the copies that still read or write it.
         weakref.finalize(self, _wait_for_all, tuple(self._copy_streams.values()))
         self._record_layout = RowLayout({})
-        # What checkpoints hold [checkpoints, row_bytes] uint8.
+        # State snapshots [num_snapshots, row_bytes] uint8.
         self._snapshot_layout = RowLayout({})
         self.snapshots = torch.empty((0, 0), dtype=torch.uint8)
 
     def allocate_host(self, num_records: int, num_blocks: int) -> None:
-        """Make the host tier anew: so many rows of what is registered now, and blocks; what it held is lost.
+        """Replace the host tier by one of num_records rows, of what is registered now, and num_blocks blocks.
 
-        Pinned memory beside a CUDA device, so that copies need no other thread or buffer. None is taken
-        before it is needed.
+        What it held is lost. With a CUDA device its memory is pinned, so that copies need no further thread
+        or buffer. Memory is allocated at first use.
         """
         self._record_layout = self._layout()
         sizes = (self._record_layout.row_bytes, self._block_layout.row_bytes)
         self._tiers["host"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
 
     def allocate_snapshots(self, count: int) -> None:
-        """Make the device's checkpoints anew: the rows, of what is registered now, that chunks leave."""
-        self._snapshot_layout = self._layout(is_checkpoint=True)
+        """Replace the device's state snapshots by `count` of them, for what is registered now."""
+        self._snapshot_layout = self._layout(is_snapshot=True)
         shape = (count, self._snapshot_layout.row_bytes)
         self.snapshots = torch.empty(shape, dtype=torch.uint8, device=self.block_table.device)
 
     def allocate_prefix_host(self, num_records: int, num_blocks: int) -> None:
-        """Make the host tier of checkpoints anew, as `allocate_host` does: so many of them, and blocks."""
+        """Replace the host tier of the prefix cache by one of num_records states and num_blocks blocks."""
         sizes = (self._snapshot_layout.row_bytes, self._block_layout.row_bytes)
         self._tiers["prefix_host"] = HostTier(*sizes, num_records, num_blocks, self.block_table.device)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that have been needed so far."""
+        """Bytes of host memory that are allocated so far."""
         return sum(tier.allocated_bytes for tier in self._tiers.values())
 
-    def _layout(self, *, is_checkpoint: bool = False) -> RowLayout:
-        """Of what is registered now, or of that of it which is in a checkpoint."""
-        entries = [entry for entry in self.slot_tensors if entry.is_in_snapshot or not is_checkpoint]
+    def _layout(self, *, is_snapshot: bool = False) -> RowLayout:
+        """Return the layout of what is registered now, or of the part of it that a state snapshot holds."""
+        entries = [entry for entry in self.slot_tensors if entry.is_in_snapshot or not is_snapshot]
         return RowLayout({entry.name: entry.tensor for entry in entries})
 
     def carry_out(self, plan: StepPlan) -> tuple[int, ...]:
-        """The plan's moves, in their order, then its block_updates. A plan without any copies nothing.
+        """Carry out the plan's moves in order, then its block_updates.
 
-        Returns the ids of copies that never began, since there is no memory for their target. Raises
-        ValueError for a place that does not exist; what came before it has been carried out.
+        Returns the ids of copies that never began because there is no memory for their target. Raises
+        ValueError for a location that does not exist; the moves before it are then carried out.
         """
         failed: list[int] = []
         if plan.moves:
@@ -105,13 +106,15 @@ class Moves:
         return tuple(failed)
 
     def save(self, plan: StepPlan) -> None:
-        """The plan's saves, behind its launch: before another one overwrites what it has left."""
+        """Copy the plan's saves after its launch, before another launch overwrites the saved states."""
         for copy in plan.saves:
             self._copy(copy, plan.step_id)
 
     def take_done(self, plan: StepPlan, failed: Collection[int]) -> tuple[int, ...]:
-        """The copies that are complete now that the result of `plan` is read: its own but for `failed`, and
-        those of earlier plans which took longer. Of a plan of moves alone all are waited for.
+        """Return the copies that are complete once the result of `plan` is read.
+
+        They are the plan's own except `failed`, and late ones of earlier plans. After a plan of moves alone,
+        waits for all of them.
         """
         own = [move for move in plan.moves if isinstance(move, Copy) and move.copy_id not in failed]
         at_once = [
@@ -130,12 +133,12 @@ class Moves:
         )
 
     def wait(self, plan: StepPlan | None = None) -> None:
-        """Wait for all copies, and forget that those of `plan` are under way; of None: any."""
+        """Wait for all copies, and forget those of `plan`, or all for None, as copies under way."""
         for copy_stream in self._copy_streams.values():
             copy_stream.wait(None if plan is None else plan.step_id)
 
     def _copy_stream(self, copy: Copy) -> CopyStream | None:
-        """Where a copy to or from host memory runs."""
+        """Return the copy stream of a copy to or from host memory; None for a copy within the device."""
         return self._copy_streams.get(copy.target.tier) or self._copy_streams.get(copy.source.tier)
 
     def _carry_out(self, kind: type[Move], moves: Sequence[Move], step_id: int, failed: list[int]) -> None:
@@ -167,7 +170,7 @@ class Moves:
         self.slot_tensors["drafts"][slots, columns] = token_ids
 
     def _copy(self, copy: Copy, step_id: int) -> bool:
-        """Queue a copy; False if there is no memory for it."""
+        """Queue a copy; return False if there is no memory for its target."""
         if not self._is_possible(copy):
             return False
         copy_stream = self._copy_stream(copy)
@@ -183,9 +186,10 @@ class Moves:
         return True
 
     def _evict(self, copies: Sequence[Copy], step_id: int) -> list[int]:
-        """Queue copies to the shelf, whose sources others have from now on; return those without memory.
+        """Queue copies to the host tier of the prefix cache; return those without memory.
 
-        The plan's launch writes blocks and waits for them; checkpoints are written behind it.
+        Their sources have new owners already. The plan's launch may write the blocks, so it waits for the
+        block copies; the snapshots are overwritten only after the launch.
         """
         possible = [copy for copy in copies if self._is_possible(copy)]
         copy_stream = self._copy_streams["prefix_host"]
@@ -201,45 +205,45 @@ class Moves:
         return [copy.copy_id for copy in copies if copy not in possible]
 
     def _is_possible(self, copy: Copy) -> bool:
-        """Check a copy's places; False if there is no memory for it."""
-        for name, place, at in (("source", copy.source, 0), ("target", copy.target, 1)):
-            self._check(name, place, [pair[at] for pair in copy.blocks])
+        """Check a copy's locations; return False if there is no memory for its target."""
+        for name, location, at in (("source", copy.source, 0), ("target", copy.target, 1)):
+            self._check(name, location, [pair[at] for pair in copy.blocks])
         return copy.target.tier not in self._tiers or self._reserve(copy)
 
     def _copy_rows(self, copy: Copy) -> None:
         source, target = copy.source, copy.target
         tiers = (source.tier, target.tier)
         if tiers == ("slot", "snapshot"):
-            # What it held may still be on its way to the shelf.
+            # The copy of the snapshot's last state to the host may still be running.
             self._copy_streams["prefix_host"].hold_launches()
             self._snapshot_layout.pack(source.number, self.snapshots[target.number])
         elif tiers == ("snapshot", "slot"):
             self._snapshot_layout.unpack(target.number, self.snapshots[source.number])
         elif tiers == ("slot", "host"):
             pack = partial(self._record_layout.pack, source.number)
-            self._copy_streams["host"].staging.store(pack, self._tiers["host"].pieces(target.number))
+            self._copy_streams["host"].staging.store(pack, self._tiers["host"].buffers(target.number))
         elif tiers == ("snapshot", "prefix_host"):
-            copy_out(self.snapshots[source.number], self._tiers["prefix_host"].pieces(target.number))
+            copy_out(self.snapshots[source.number], self._tiers["prefix_host"].buffers(target.number))
         else:
             assert tiers in (("host", "slot"), ("prefix_host", "slot")), tiers
             layout = self._record_layout if source.tier == "host" else self._snapshot_layout
             unpack = partial(layout.unpack, target.number)
             self._copy_streams[source.tier].staging.load(
-                self._tiers[source.tier].pieces(source.number), unpack
+                self._tiers[source.tier].buffers(source.number), unpack
             )
 
     def _copy_blocks(self, copy: Copy, copy_stream: CopyStream) -> None:
-        """Blocks to or from host memory."""
+        """Copy blocks to or from host memory."""
         is_leaving, layout = copy.target.tier in self._tiers, self._block_layout
         device_ids = [pair[0 if is_leaving else 1] for pair in copy.blocks]
         host_ids = [pair[1 if is_leaving else 0] for pair in copy.blocks]
         tier = self._tiers[copy.target.tier if is_leaving else copy.source.tier]
         for indices, memory in tier.runs(host_ids):
-            rows, pieces = self._indices(device_ids[index] for index in indices), [memory.view(-1)]
+            rows, buffers = self._indices(device_ids[index] for index in indices), [memory.view(-1)]
             if is_leaving:
-                copy_stream.staging.store(partial(layout.pack_many, rows), pieces)
+                copy_stream.staging.store(partial(layout.pack_many, rows), buffers)
             else:
-                copy_stream.staging.load(pieces, partial(layout.unpack_many, rows))
+                copy_stream.staging.load(buffers, partial(layout.unpack_many, rows))
 
     def _reserve(self, copy: Copy) -> bool:
         record, block_ids = (
@@ -248,22 +252,22 @@ class Moves:
         )
         tier, copy_stream = self._tiers[copy.target.tier], self._copy_streams[copy.target.tier]
         try:
-            # All that later copies need too, on their way back among them.
+            # The buffer for the largest copy at once, of copies back to the device too.
             copy_stream.reserve(tier.most_bytes_at_once)
             tier.reserve(record, block_ids)
         except (MemoryError, RuntimeError) as error:
             logger.warning(
-                "memory for what leaves the device could not be had, with %d MiB of the host's taken (%s); "
-                "lower offload_gb or prefix_cache_gb",
+                "no memory for what leaves the device, with %d MiB of host memory in use (%s); lower "
+                "offload_gb or prefix_cache_gb",
                 self.host_bytes >> 20,
                 error,
             )
             return False
         return True
 
-    def _check(self, name: str, place: Place, block_ids: Collection[int]) -> None:
-        """Raise ValueError unless a place and its blocks exist."""
-        tier, number = place
+    def _check(self, name: str, location: Location, block_ids: Collection[int]) -> None:
+        """Raise ValueError unless a location and these blocks in its tier exist."""
+        tier, number = location
         host, blocks = self._tiers.get(tier), range(1, self.num_blocks)
         if tier == "slot":
             least, most = 1, self.block_table.shape[0] - 1
@@ -273,16 +277,16 @@ class Moves:
             least, most = 0, len(self.snapshots) - 1
         else:
             raise ValueError(
-                f"{name} must lie in a tier that was allocated, got {tier!r}; give the runner room for it"
+                f"{name} must be in an allocated tier, got {tier!r}; give the runner memory for it"
             )
         if not least <= number <= most:
             raise ValueError(
-                f"{name} must be {tier} {least} to {most}, got {number}; give the runner room for more"
+                f"{name} must be {tier} {least} to {most}, got {number}; give the runner memory for more"
             )
         if wrong := [block_id for block_id in block_ids if block_id not in blocks]:
             raise ValueError(
                 f"{name} must have blocks {blocks.start} to {blocks.stop - 1}, got {wrong[0]}; give the "
-                "runner room for more"
+                "runner memory for more"
             )
 
     def _update_blocks(self, updates: Sequence[BlockUpdate]) -> None:

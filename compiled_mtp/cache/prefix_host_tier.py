@@ -1,4 +1,4 @@
-"""What the prefix cache keeps in host memory of what has left the device: states and blocks. No torch."""
+"""The host tier of the prefix cache: state snapshots and blocks that left the device. No torch."""
 
 from __future__ import annotations
 
@@ -8,77 +8,80 @@ from typing import NamedTuple
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    """What one chunk has on the shelf: a record, or blocks, in `places`.
+class HostEntry:
+    """What the tier holds of one chunk: its state in a record, or its blocks; `rows` are their numbers.
 
-    worth orders those that are given up, the lowest first. is_ready: the copy that brings it is complete.
-    num_readers: those who are going to be given it, and the copy that brings it.
+    priority: entries of the lowest are evicted first. is_ready: the copy to the host is complete.
+    num_readers: the requests that will read the entry, and the copy that fills it.
     """
 
     key: bytes
-    places: tuple[int, ...]
-    worth: tuple[int, int]
+    rows: tuple[int, ...]
+    priority: tuple[int, int]
     is_ready: bool = False
     num_readers: int = 1
 
 
 class Eviction(NamedTuple):
-    """What leaves the device with the next plan: the state in a checkpoint, to a record of the shelf (None
-    and None: no state), and blocks, pairs of one of the device and one of the shelf.
+    """What the next plan copies from the device to the tier.
+
+    snapshot, record: the state snapshot and the record that takes it; both None for blocks alone. blocks:
+    pairs (device block, host block). entries: the tier's entries that the copy fills.
     """
 
     snapshot: int | None
     record: int | None
     blocks: tuple[tuple[int, int], ...]
-    items: tuple[Item, ...]
+    entries: tuple[HostEntry, ...]
 
 
-class _Row:
-    """Places 0 to count - 1, and who has them."""
+class _HostRows:
+    """The records, or the blocks, 0 to count - 1 of the tier, and the entries that use them by their keys."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.free = list(range(count - 1, -1, -1))
-        self.items: dict[bytes, Item] = {}
+        self.entries: dict[bytes, HostEntry] = {}
 
-    def put(self, key: bytes, size: int, worth: tuple[int, int]) -> Item | None:
-        """Room for a chunk that has none, at the cost of what is worth less; None if that is not enough."""
-        missing, given_up = size - len(self.free), list[Item]()
+    def put(self, key: bytes, size: int, priority: tuple[int, int]) -> HostEntry | None:
+        """Add an entry of `size` rows for a chunk that has none, and evict entries of lower priority for it.
+
+        Entries with readers stay. Returns None, and evicts nothing, if the others free too few rows.
+        """
+        missing, evicted = size - len(self.free), list[HostEntry]()
         if missing > 0:
-            for item in sorted(self.items.values(), key=lambda item: item.worth):
-                if missing <= 0 or item.worth >= worth:
+            for entry in sorted(self.entries.values(), key=lambda entry: entry.priority):
+                if missing <= 0 or entry.priority >= priority:
                     break
-                if not item.num_readers:
-                    given_up.append(item)
-                    missing -= len(item.places)
+                if not entry.num_readers:
+                    evicted.append(entry)
+                    missing -= len(entry.rows)
         if missing > 0:
             return None
-        for item in given_up:
-            self.drop(item)
-        self.items[key] = item = Item(key, tuple(self.free.pop() for _ in range(size)), worth)
-        return item
+        for entry in evicted:
+            self.drop(entry)
+        self.entries[key] = entry = HostEntry(key, tuple(self.free.pop() for _ in range(size)), priority)
+        return entry
 
-    def drop(self, item: Item) -> None:
-        """Forget what a chunk has."""
-        del self.items[item.key]
-        self.free += item.places
+    def drop(self, entry: HostEntry) -> None:
+        """Remove an entry and free its rows."""
+        del self.entries[entry.key]
+        self.free += entry.rows
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every place is free or had once, but for those that were cut off."""
-        places = sorted([*self.free, *(place for item in self.items.values() for place in item.places)])
-        assert len(set(places)) == len(places) == self.count, f"places must be free or had once: {places}"
-        assert all(item.key == key for key, item in self.items.items())
+        """Raise AssertionError unless every row is free or used by exactly one entry."""
+        rows = sorted([*self.free, *(row for entry in self.entries.values() for row in entry.rows)])
+        assert len(set(rows)) == len(rows) == self.count, f"rows must be free or used once: {rows}"
+        assert all(entry.key == key for key, entry in self.entries.items())
 
 
 class PrefixHostTier:
     """The host tier of the prefix cache: num_records states and num_blocks blocks of chunks.
 
-    Each is found by the chunk's key once the copy that brings it is complete.
-
-    A state may be here without its blocks, which are then on the device or given up, and the reverse. States
-    that are worth less go first, and blocks that were of use the longest time ago, the ends of prompts
-    first: so that whoever finds a chunk's blocks finds those of the chunks before. What somebody is going to
-    be given stays until that is planned.
+    Each is found by the chunk's key once the copy that fills it is complete. A state may be here without the
+    chunk's blocks, and the reverse: the others are on the device or evicted. States are evicted by priority;
+    blocks by least recent use, those of a prompt's last chunks first, so that a chunk whose blocks are here
+    has those of the chunks before it too. An entry that a request will read stays until its copy is planned.
     """
 
     def __init__(self, num_records: int, num_blocks: int) -> None:
@@ -88,22 +91,23 @@ class PrefixHostTier:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._states = _Row(self.num_records)
-        self._blocks = _Row(self.num_blocks)
+        self._states = _HostRows(self.num_records)
+        self._blocks = _HostRows(self.num_blocks)
         self._evictions: list[Eviction] = []
-        self._coming: dict[int, tuple[Item, ...]] = {}
+        # The entries that each planned copy fills.
+        self._coming: dict[int, tuple[HostEntry, ...]] = {}
 
     @property
     def num_records_used(self) -> int:
-        """Records that hold a state, or will."""
+        """Records that hold a state, or will after their copy."""
         return self._states.count - len(self._states.free)
 
     @property
     def num_blocks_used(self) -> int:
-        """Blocks that hold keys and values, or will."""
+        """Blocks that hold keys and values, or will after their copy."""
         return self._blocks.count - len(self._blocks.free)
 
-    def eviction(
+    def evict_to_host(
         self,
         key: bytes,
         number: int,
@@ -111,100 +115,105 @@ class PrefixHostTier:
         snapshot: tuple[int, int] | None = None,
         block_ids: Sequence[int] = (),
     ) -> None:
-        """Chunk `number` of its prompt gives up a state, as (checkpoint, what it is worth), or blocks: keep
-        what is not here yet, if there is room.
+        """Queue the copy of what chunk `number` of its prompt loses on the device, as far as there is room.
+
+        snapshot: (state snapshot, the clock at which it expires). block_ids: the chunk's device blocks. What
+        the tier already holds is not copied again.
         """
-        items: list[Item] = []
+        entries: list[HostEntry] = []
         record, pairs = None, tuple[tuple[int, int], ...]()
         if snapshot is not None and self._is_new(self._states, key, (snapshot[1], 0)):
-            item = self._states.put(key, 1, (snapshot[1], 0))
-            if item is not None:
-                (record,) = item.places
-                items.append(item)
+            entry = self._states.put(key, 1, (snapshot[1], 0))
+            if entry is not None:
+                (record,) = entry.rows
+                entries.append(entry)
         if block_ids and self._is_new(self._blocks, key, (last_use, -number)):
-            item = self._blocks.put(key, len(block_ids), (last_use, -number))
-            if item is not None:
-                pairs = tuple(zip(block_ids, item.places, strict=True))
-                items.append(item)
-        if items:
-            place = None if record is None or snapshot is None else snapshot[0]
-            self._evictions.append(Eviction(place, record, pairs, tuple(items)))
+            entry = self._blocks.put(key, len(block_ids), (last_use, -number))
+            if entry is not None:
+                pairs = tuple(zip(block_ids, entry.rows, strict=True))
+                entries.append(entry)
+        if entries:
+            source = None if record is None or snapshot is None else snapshot[0]
+            self._evictions.append(Eviction(source, record, pairs, tuple(entries)))
 
     def take_evictions(self) -> list[Eviction]:
-        """What the plan that is made now copies, before anything else."""
+        """Return, once, the queued evictions; the next plan copies them before all else."""
         evictions, self._evictions = self._evictions, []
         return evictions
 
     def begin(self, eviction: Eviction, copy_id: int) -> None:
-        """A spill has been planned as this copy."""
-        self._coming[copy_id] = eviction.items
+        """Note that an eviction is planned as this copy."""
+        self._coming[copy_id] = eviction.entries
 
     def finish_copies(self, copy_ids: Iterable[int]) -> None:
-        """These copies are complete: what they brought can be found."""
+        """Make the entries of complete copies ready to be found."""
         for copy_id in copy_ids:
-            for item in self._coming.pop(copy_id, ()):
-                item.is_ready = True
-                item.num_readers -= 1
+            for entry in self._coming.pop(copy_id, ()):
+                entry.is_ready = True
+                entry.num_readers -= 1
 
     def drop_copies(self, copy_ids: Iterable[int]) -> None:
-        """These copies were lost, and with them what they were to bring."""
+        """Drop the entries of lost copies."""
         for copy_id in copy_ids:
-            for item in self._coming.pop(copy_id, ()):
-                self._row_of(item).drop(item)
+            for entry in self._coming.pop(copy_id, ()):
+                self._rows_of(entry).drop(entry)
 
     def cancel_copies(self, copy_ids: Collection[int]) -> None:
-        """Host memory could not be had for these copies: the shelf is as large as what it holds."""
+        """Drop the entries of copies for which the host had no memory; the tier shrinks to what it holds."""
         if not self._coming.keys() & set(copy_ids):
             return
         self.drop_copies(copy_ids)
-        for row in (self._states, self._blocks):
-            row.count -= len(row.free)
-            row.free = []
+        for rows in (self._states, self._blocks):
+            rows.count -= len(rows.free)
+            rows.free = []
 
     def has_state(self, key: bytes) -> bool:
-        """Whether the state at a chunk's end can be had."""
-        return _is_ready(self._states.items.get(key))
+        """Whether the state at a chunk's end is ready."""
+        return _is_ready(self._states.entries.get(key))
 
     def has_blocks(self, key: bytes) -> bool:
-        """Whether a chunk's blocks can be had."""
-        return _is_ready(self._blocks.items.get(key))
+        """Whether a chunk's blocks are ready."""
+        return _is_ready(self._blocks.entries.get(key))
 
-    def hold(self, key: bytes, number: int, worth: int, last_use: int, *, is_state: bool) -> Item:
-        """Keep a chunk's state, or its blocks, for somebody until `release`; it is of use now."""
-        item = (self._states if is_state else self._blocks).items[key]
-        item.num_readers += 1
-        item.worth = max(item.worth, (worth, 0) if is_state else (last_use, -number))
-        return item
+    def hold(self, key: bytes, number: int, expiry: int, last_use: int, *, is_state: bool) -> HostEntry:
+        """Keep a chunk's state, or its blocks, for a request until `release`; raises the entry's priority.
 
-    def release(self, items: Iterable[Item]) -> None:
-        """Their copy has been planned, or never will be."""
-        for item in items:
-            item.num_readers -= 1
-
-    def check_integrity(self, held: Sequence[Item]) -> None:
-        """Raise AssertionError unless every place is free or had once, and everything waits for those readers
-        that there are.
+        expiry: of a state, the clock at which it expires. last_use: of blocks, the clock now.
         """
-        coming = [item for items in self._coming.values() for item in items]
-        coming += [item for eviction in self._evictions for item in eviction.items]
-        for row in (self._states, self._blocks):
-            row.check_integrity()
-            for item in row.items.values():
-                readers = sum(one is item for one in (*held, *coming))
-                assert item.num_readers == readers, "a reader of the shelf is lost"
-                assert item.is_ready != any(one is item for one in coming), "a copy to the shelf is lost"
-        assert all(self._row_of(item).items.get(item.key) is item for item in (*held, *coming))
+        entry = (self._states if is_state else self._blocks).entries[key]
+        entry.num_readers += 1
+        entry.priority = max(entry.priority, (expiry, 0) if is_state else (last_use, -number))
+        return entry
 
-    def _is_new(self, row: _Row, key: bytes, worth: tuple[int, int]) -> bool:
-        """Whether a chunk has nothing here; what it has is worth as much as it is now."""
-        item = row.items.get(key)
-        if item is not None:
-            item.worth = max(item.worth, worth)
-        return item is None
+    def release(self, entries: Iterable[HostEntry]) -> None:
+        """End `hold`: the copies that read the entries are planned, or never will be."""
+        for entry in entries:
+            entry.num_readers -= 1
 
-    def _row_of(self, item: Item) -> _Row:
-        return self._states if self._states.items.get(item.key) is item else self._blocks
+    def check_integrity(self, held: Sequence[HostEntry]) -> None:
+        """Raise AssertionError unless every row is free or used once, and every entry counts its readers:
+        once in `held` for each request, and its own copy.
+        """
+        coming = [entry for entries in self._coming.values() for entry in entries]
+        coming += [entry for eviction in self._evictions for entry in eviction.entries]
+        for rows in (self._states, self._blocks):
+            rows.check_integrity()
+            for entry in rows.entries.values():
+                readers = sum(one is entry for one in (*held, *coming))
+                assert entry.num_readers == readers, "an entry's readers are miscounted"
+                assert entry.is_ready != any(one is entry for one in coming), "a copy to the tier is lost"
+        assert all(self._rows_of(entry).entries.get(entry.key) is entry for entry in (*held, *coming))
+
+    def _is_new(self, rows: _HostRows, key: bytes, priority: tuple[int, int]) -> bool:
+        """Return whether a chunk has no entry; raise the priority of the one that it has."""
+        entry = rows.entries.get(key)
+        if entry is not None:
+            entry.priority = max(entry.priority, priority)
+        return entry is None
+
+    def _rows_of(self, entry: HostEntry) -> _HostRows:
+        return self._states if self._states.entries.get(entry.key) is entry else self._blocks
 
 
-def _is_ready(item: Item | None) -> bool:
-    return item is not None and item.is_ready
+def _is_ready(entry: HostEntry | None) -> bool:
+    return entry is not None and entry.is_ready

@@ -55,12 +55,12 @@ class Chunk:
         """The number of prompts for which the chunk's snapshot is worth keeping.
 
         Among chunks that only lead to another chunk, those with a number divisible by 2^k live 2^k prompts: a
-        long prompt so gives up its own snapshots before those of other prompts.
+        long prompt thus loses its own snapshots before those of other prompts.
         """
-        is_way = self.num_children == 1 or not self.is_entered
+        is_inner = self.num_children == 1 or not self.is_entered
         return (
             min(self.number & -self.number, LONGEST_LIFE)
-            if is_way and not self.is_resume_point
+            if is_inner and not self.is_resume_point
             else LONGEST_LIFE
         )
 
@@ -71,7 +71,7 @@ class PrefixIndex:
     Every chunk has its blocks and every leaf has a snapshot, so each chunk can serve a hit. The pool keeps
     a chunk's blocks; requests share them. Eviction is by least recent use: of blocks from leaves, first those
     that no request holds; of snapshots by `Chunk.life` too. A chunk that is not entered yet may lose its
-    snapshot to another. num_evictions counts snapshots evicted for others or with their blocks. Evicted
+    snapshot to another chunk. num_evictions counts snapshots evicted for others or with their blocks. Evicted
     blocks and snapshots go to `prefix_host`.
     """
 
@@ -94,7 +94,7 @@ class PrefixIndex:
         self._leaves: dict[Chunk, None] = {}
         # The chunk of each used snapshot, entered or not.
         self._holders: dict[int, Chunk] = {}
-        self._free_places = list(range(self.num_snapshots - 1, -1, -1))
+        self._free_snapshots = list(range(self.num_snapshots - 1, -1, -1))
 
     @property
     def num_snapshots_used(self) -> int:
@@ -140,18 +140,18 @@ class PrefixIndex:
             chunk.last_use = self.clock
         return block_ids
 
-    def take_place(self, chunk: Chunk) -> bool:
-        """Give a chunk that is not entered a snapshot, if one is free or worth less; return whether it has
-        one.
+    def assign_snapshot(self, chunk: Chunk) -> bool:
+        """Give a chunk that is not entered a snapshot, if one is free or expires sooner; return whether it
+        has one.
         """
         chunk.last_use = self.clock
-        if not self._free_places:
-            worst = min(self._holders.values(), key=_worth, default=None)
-            if worst is None or _worth(worst) >= _worth(chunk):
+        if not self._free_snapshots:
+            worst = min(self._holders.values(), key=_expiry, default=None)
+            if worst is None or _expiry(worst) >= _expiry(chunk):
                 return False
             self.num_evictions += 1
-            self._give_up(worst)
-        chunk.snapshot = self._free_places.pop()
+            self._evict(worst)
+        chunk.snapshot = self._free_snapshots.pop()
         self._holders[chunk.snapshot] = chunk
         return True
 
@@ -161,9 +161,9 @@ class PrefixIndex:
         """Enter the chunks of a prompt, so that later prompts find them.
 
         keys: of all chunks of the prompt. block_ids: begin with the blocks of those chunks, which the caller
-        holds. chunks: those that `take_place` gave a snapshot. resume_end: the number of the chunk after
-        which the same prompt would resume. If an equal chunk is already entered, it stays and takes over the
-        snapshot if it has none.
+        holds. chunks: those to which `assign_snapshot` gave a snapshot. resume_end: the number of the chunk
+        after which the same prompt would resume. If an equal chunk is already entered, it stays and takes
+        over the snapshot if it has none.
         """
         fresh = {chunk.number: chunk for chunk in chunks if chunk.snapshot is not None}
         parent = None
@@ -183,25 +183,25 @@ class PrefixIndex:
     def forget(self, chunks: Collection[Chunk]) -> None:
         """Take back the snapshots of chunks that will not be entered."""
         for chunk in chunks:
-            self._free_place(chunk)
+            self._free_snapshot(chunk)
 
     def reclaim(self, count: int) -> None:
         """Evict chunks, least recently used leaves first, until `count` more blocks of the pool are empty."""
         wanted = self._pool.num_empty + count
         order = itertools.count()
-        leaves = [self._turn(leaf, order) for leaf in self._leaves]
+        leaves = [self._eviction_key(leaf, order) for leaf in self._leaves]
         heapq.heapify(leaves)
         while self._pool.num_empty < wanted:
             leaf = heapq.heappop(leaves)[-1]
             self.num_evictions += 1
-            self._give_up(leaf)
+            self._evict(leaf)
             above = leaf.parent
             while above is not None and not above.is_entered:
                 above = above.parent
             if above is not None and not above.num_children:
-                heapq.heappush(leaves, self._turn(above, order))
+                heapq.heappush(leaves, self._eviction_key(above, order))
 
-    def _turn(self, leaf: Chunk, order: Iterator[int]) -> tuple[bool, int, int, Chunk]:
+    def _eviction_key(self, leaf: Chunk, order: Iterator[int]) -> tuple[bool, int, int, Chunk]:
         """Return the sort key of a leaf's eviction. A leaf that a request holds frees no block, so it comes
         last: it is evicted only to reach chunks above it.
         """
@@ -213,9 +213,11 @@ class PrefixIndex:
         Every snapshot is free or belongs to exactly one chunk, entered or in `pending`; every chunk has a
         parent and blocks of its own; no leaf lacks a snapshot.
         """
-        places = sorted([*self._free_places, *self._holders])
-        assert places == list(range(self.num_snapshots)), f"snapshots must be free or used once: {places}"
-        assert all(chunk.snapshot == place for place, chunk in self._holders.items())
+        snapshots = sorted([*self._free_snapshots, *self._holders])
+        assert snapshots == list(range(self.num_snapshots)), (
+            f"snapshots must be free or used once: {snapshots}"
+        )
+        assert all(chunk.snapshot == snapshot for snapshot, chunk in self._holders.items())
         holders = {id(c) for c in (*self._chunks.values(), *pending) if c.snapshot is not None}
         assert holders == {id(chunk) for chunk in self._holders.values()}, "a snapshot is lost"
         children: dict[int, int] = {}
@@ -223,14 +225,14 @@ class PrefixIndex:
         for key, chunk in self._chunks.items():
             assert chunk.key == key
             assert chunk.is_entered
-            assert chunk.snapshot is not None or chunk.num_children, "a chunk is of no use"
+            assert chunk.snapshot is not None or chunk.num_children, "a leaf must have a snapshot"
             assert len(chunk.block_ids) == self.blocks_per_chunk
             kept += chunk.block_ids
             if (parent := chunk.parent) is not None:
                 assert self._chunks[parent.key] is parent, "a chunk has lost its parent"
                 children[id(parent)] = children.get(id(parent), 0) + 1
             assert chunk.number == (1 if parent is None else parent.number + 1)
-        assert len(kept) == len(set(kept)) == self._pool.num_kept, "a block is of two chunks, or of none"
+        assert len(kept) == len(set(kept)) == self._pool.num_kept, "a kept block must belong to one chunk"
         assert all(c.num_children == children.get(id(c), 0) for c in self._chunks.values())
         leaves = {id(c) for c in self._chunks.values() if not c.num_children}
         assert {id(leaf) for leaf in self._leaves} == leaves, "a leaf is lost"
@@ -247,25 +249,25 @@ class PrefixIndex:
 
     def _merge(self, chunk: Chunk, brought: Chunk) -> None:
         """Give the entered chunk the snapshot of an equal one that was brought, if it has none."""
-        place = brought.snapshot
-        if chunk.snapshot is None and place is not None:
-            chunk.snapshot, brought.snapshot = place, None
-            self._holders[place] = chunk
+        snapshot = brought.snapshot
+        if chunk.snapshot is None and snapshot is not None:
+            chunk.snapshot, brought.snapshot = snapshot, None
+            self._holders[snapshot] = chunk
             self._num_changes += 1
-        self._free_place(brought)
+        self._free_snapshot(brought)
 
-    def _give_up(self, chunk: Chunk) -> None:
-        """Evict a chunk's snapshot, and the chunks that are of no use without it."""
+    def _evict(self, chunk: Chunk) -> None:
+        """Evict a chunk's snapshot, and the chunks that become leaves without a snapshot."""
         self._num_changes += 1
         if chunk.is_entered and chunk.snapshot is not None:
-            state = (chunk.snapshot, _worth(chunk))
-            self.prefix_host.eviction(chunk.key, chunk.number, chunk.last_use, state)
-        self._free_place(chunk)
+            state = (chunk.snapshot, _expiry(chunk))
+            self.prefix_host.evict_to_host(chunk.key, chunk.number, chunk.last_use, state)
+        self._free_snapshot(chunk)
         last: Chunk | None = chunk
         while last is not None and last.is_entered and not last.num_children and last.snapshot is None:
             del self._chunks[last.key], self._leaves[last]
             last.is_entered = False
-            self.prefix_host.eviction(last.key, last.number, last.last_use, block_ids=last.block_ids)
+            self.prefix_host.evict_to_host(last.key, last.number, last.last_use, block_ids=last.block_ids)
             self._pool.drop(last.block_ids)
             last = last.parent
             if last is not None:
@@ -273,13 +275,13 @@ class PrefixIndex:
                 if not last.num_children:
                     self._leaves[last] = None
 
-    def _free_place(self, chunk: Chunk) -> None:
+    def _free_snapshot(self, chunk: Chunk) -> None:
         if chunk.snapshot is not None:
             del self._holders[chunk.snapshot]
-            self._free_places.append(chunk.snapshot)
+            self._free_snapshots.append(chunk.snapshot)
             chunk.snapshot = None
 
 
-def _worth(chunk: Chunk) -> int:
+def _expiry(chunk: Chunk) -> int:
     """Return the clock at which a snapshot expires."""
     return chunk.last_use + chunk.life

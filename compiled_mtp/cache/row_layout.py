@@ -1,5 +1,4 @@
-"""How the rows of several tensors lie behind one another in flat memory, and the few copies that bring them
-there and back."""
+"""Packs one row of each of several tensors into flat memory, and back, in few copies."""
 
 from __future__ import annotations
 
@@ -8,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-# Of a section that is read as another dtype, and of a whole row.
+# Alignment in bytes: of a section that is viewed as another dtype, and of a packed row.
 _SECTION_ALIGNMENT, ROW_ALIGNMENT = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """Where one tensor's row lies: bytes begin to end."""
+    """The bytes [begin, end) of a packed row that hold one tensor's row."""
 
     tensor: torch.Tensor
     begin: int
     end: int
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """This section of flat rows `memory` [..., row_bytes], as what it is."""
+        """Return this section of packed rows `memory` [..., row_bytes] in the tensor's dtype and shape."""
         part = memory[..., self.begin : self.end].view(self.tensor.dtype)
         return part.view((*memory.shape[:-1], *self.tensor.shape[1:]))
 
@@ -29,15 +28,15 @@ class _Section:
 class RowLayout:
     """The rows of `tensors`, each [rows, ...], packed into row_bytes bytes.
 
-    A tensor whose rows are spread over memory, since layers lie behind one another, takes a copy of its own;
-    all others together take one, or one a dtype on their way back.
+    A tensor whose rows are not contiguous, because each layer has its own memory, takes a copy of its own.
+    All others together take one copy to pack, and one per dtype to unpack.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         rows = {name: tensor[0] for name, tensor in tensors.items()}
         spread = [tensors[name] for name, row in rows.items() if not row.is_contiguous()]
         whole = [tensors[name] for name, row in rows.items() if row.is_contiguous()]
-        # Nothing lies between those that are packed in one copy: the widest elements come first.
+        # The widest elements come first: then all are aligned without gaps, and one copy packs them.
         whole.sort(key=lambda tensor: tensor.itemsize, reverse=True)
         end = 0
         self._spread, self._whole = list[_Section](), list[_Section]()
@@ -82,7 +81,7 @@ class RowLayout:
 
 
 def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """A launch a dtype, however many there are."""
+    """Copy each source to its target with one launch per dtype."""
     for dtype in {target.dtype for target in targets}:
         own = [index for index, target in enumerate(targets) if target.dtype == dtype]
         torch._foreach_copy_([targets[i] for i in own], [sources[i] for i in own])

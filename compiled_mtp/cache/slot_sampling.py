@@ -1,4 +1,4 @@
-"""Writes how a request's tokens are drawn into the rows of its slot."""
+"""Writes a request's sampling parameters into the rows of its slot."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from compiled_mtp.plan import Admit, SlotSampling
 
 MAX_STOP_IDS = MAX_BAD_WORDS = 64
 PROCESSED_LOGPROBS = 16
-"""One more bit of `features`, which no operator reads."""
-# Fields of SlotSampling that are rows of the same name: those that every row is drawn with, and those that
-# are read with a bit of `features` alone.
+"""A bit of `features` that no operator reads: log probabilities are those of the processed logits."""
+# Fields of SlotSampling that have a slot tensor of the same name: those that every draw reads, and those that
+# a draw reads only with their bit of `features`.
 _ALWAYS = ("seed", "temperature", "top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
-"""Brings a fresh host tensor to the device, without waiting for it."""
+"""Copies a fresh host tensor to the device, without waiting for the copy."""
 
 
 def features_of(sampling: SlotSampling) -> int:
-    """The bits of what a request asks."""
+    """Return the bits of the features that a request uses."""
     neutral = (1.0, 0.0, 0.0)
     wanted = {
         PENALTIES: tuple(getattr(sampling, name) for name in _PENALTIES) != neutral,
@@ -37,7 +37,7 @@ def features_of(sampling: SlotSampling) -> int:
 
 
 def write_sampling(rows: SlotTensors, admitted: Sequence[Admit], upload: Upload) -> None:
-    """Write the admitted requests' parameters, and those of the tables that they use."""
+    """Write the admitted requests' parameters, and the tables that they use. Mutates `rows`."""
     every = [move.sampling for move in admitted]
     slots = upload(torch.tensor([move.slot for move in admitted], dtype=torch.int64))
     columns = {name: [getattr(sampling, name) for sampling in every] for name in _ALWAYS}
@@ -52,7 +52,7 @@ def write_sampling(rows: SlotTensors, admitted: Sequence[Admit], upload: Upload)
 def _write_tables(
     rows: SlotTensors, slot: int, sampling: SlotSampling, features: int, upload: Upload
 ) -> None:
-    """The tables of one slot that its features name; the others keep what nothing reads."""
+    """Write the tables of one slot that `features` name; nothing reads the others."""
 
     def ids(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return upload(torch.tensor(values, dtype=torch.int64))

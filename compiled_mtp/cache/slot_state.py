@@ -1,4 +1,4 @@
-"""What a step reads of a request on the device, row by row: cursors, drafts, block table, parameters."""
+"""What a step reads of each request on the device: cursors, drafts, block table, sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from compiled_mtp.cache.slot_sampling import MAX_BAD_WORDS, MAX_STOP_IDS
 from compiled_mtp.cache.slot_tensors import SlotTensor
 from compiled_mtp.ops.features import RECENT_IDS
 
-# What a new request starts with; its parameters come with its admission, and the other rows are written
-# before anything reads them.
+# The rows' values at admission. Sampling parameters come with the admission itself; the other rows are
+# written before they are read.
 _INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0}
 
 
 def sampling_bytes(vocab_size: int) -> int:
-    """Bytes that a slot's larger sampling tables take."""
+    """Return the bytes of a slot's larger sampling tables."""
     words = MAX_STOP_IDS + MAX_BAD_WORDS * RECENT_IDS + RECENT_IDS
     by_id = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
     return vocab_size * by_id + words * torch.int64.itemsize + MAX_BAD_WORDS * torch.int32.itemsize
 
 
 class SlotState(nn.Module):
-    """Everything the next step needs of a request, indexed by slot (row 0 is the padding row, all zeros for
-    ever).
+    """Everything the next step needs of a request, indexed by slot; row 0 is the padding row and stays zero.
 
     base, pos, last_token, seed [slots] int64; drafts [slots, max(mtp_step, 1)] int64; block_table [slots,
     blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
-    prefill chunk. The draft inputs that rounds without drafts defer, in rings by position mod mtp_step + 1:
-    deferred_ids [slots, mtp_step + 1] int64 and deferred_hidden [slots, mtp_step + 1, hidden], (token j,
-    hidden j - 1) of the last num_deferred [slots] int64 positions up to pos. The sampling tables are those of
-    `SamplingTables`, written by `write_sampling`; what a request emits goes to output_counts [slots,
-    vocab_size] and recent_ids [slots, RECENT_IDS] if it has a use for them.
+    prefill chunk. Deferred draft inputs, in rings by position mod mtp_step + 1: deferred_ids [slots,
+    mtp_step + 1] int64 and deferred_hidden [slots, mtp_step + 1, hidden] hold (token j, hidden j - 1) for the
+    last num_deferred [slots] int64 positions up to pos. The sampling tables are those of `SamplingTables`,
+    written by `write_sampling`. A request whose features need them counts its emitted tokens in
+    output_counts [slots, vocab_size] and keeps the last ones in recent_ids [slots, RECENT_IDS].
     """
 
     base: torch.Tensor
@@ -100,13 +99,15 @@ class SlotState(nn.Module):
         buffer("recent_ids", (slots, RECENT_IDS), torch.int64, -1)
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
-        """What is admitted and moved with a request: every row but the block table's, which plans write."""
+        """Yield what is admitted and moved with a request: all tensors but the block table, which plans
+        write.
+        """
         slots = self.pos.shape[0]
         for name, tensor in self.named_buffers():
             if name != "block_table" and tensor.shape[0] == slots:
                 yield SlotTensor(name, tensor, _INITIAL.get(name), is_in_snapshot=name == "last_hidden")
 
     def clear_padding_row(self) -> None:
-        """Zero what warming up has left in row 0, which every padding request reads."""
+        """Zero row 0, which every padding request reads; warm-up writes to it."""
         for name in ("base", "pos", "last_token", "drafts", "last_hidden"):
             getattr(self, name)[0] = 0

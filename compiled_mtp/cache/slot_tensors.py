@@ -1,4 +1,4 @@
-"""The one list of what a request owns on the device, a row a slot: what is in it is admitted and moved."""
+"""The one list of per-slot tensors: what an admission initialises, and what a copy moves with a request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 class SlotTensor:
     """`tensor` [slots, ...]; `initial` is what every element of a row becomes at admission.
 
-    None: the row is left as it is, since nothing reads it before it is written, or because it is a parameter
-    that the admission itself brings. is_in_snapshot: a later chunk of the prompt reads what a chunk leaves.
+    initial None: the row stays as it is, because it is written before it is read, or because the admission
+    brings it as a sampling parameter. is_in_snapshot: a prompt's next chunk reads the row, so that a state
+    snapshot holds it.
     """
 
     name: str

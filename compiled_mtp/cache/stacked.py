@@ -1,4 +1,4 @@
-"""One allocation for what every layer has of its own, so that all of a request's rows move in one copy."""
+"""One allocation for a tensor that every layer has, so that one copy moves a request's rows of all layers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 
 import torch
 
-# The alignment that allocators give, and kernels may count on.
+# Bytes; allocators align as much, and kernels may rely on it.
 _ALIGNMENT = 256
 
 
 def stack(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, is_zero: bool
 ) -> torch.Tensor:
-    """Memory [count, *shape], zeros or not set, of which every [index] is contiguous and aligned as one of
-    its own would be. A CPU gives none of it before it is written.
+    """Return memory [count, *shape], zeros or not set; every [index] is contiguous and aligned like an
+    allocation of its own. A CPU backs it with memory only as it is written.
     """
     size = math.prod(shape)
     step = _ALIGNMENT // dtype.itemsize

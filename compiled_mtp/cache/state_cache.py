@@ -1,10 +1,10 @@
-"""GDN state: one canonical float32 state a request and layer, and rings of what happened since.
+"""GDN state: one canonical float32 state per request and layer, and rings of the later tokens' inputs.
 
-A window's verification does not write a state per row. The state is valid for positions < `base`; the
-records of later tokens (k after l2norm, u = beta (v - read), exp(g)) and the raw inputs of the convolution
-lie in rings indexed by absolute position mod `ring_length`. The next verification folds [base, pos) into
-the state, so a rejection is an integer: rejected records are overwritten. Memory a request does not grow
-with mtp_step.
+Verification does not write a state per row of the window. The state is valid for positions < `base`. Rings
+indexed by absolute position mod `ring_length` hold the entries of later tokens (k after l2norm,
+u = beta (v - read), exp(g)) and the raw inputs of the convolution. The next verification folds [base, pos)
+into the state, so a rejection only changes an integer: rejected entries are overwritten. A request has one
+state, whatever mtp_step; only its rings grow with it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from compiled_mtp.model_config import ModelConfig
 def ring_length(mtp_step: int, conv_kernel: int) -> int:
     """The smallest power of two >= max(2 W, W + conv_kernel - 1), W = mtp_step + 1.
 
-    2 W: a write at pos..pos+W-1 must never hit a record of [base, pos) that another program still folds.
-    W + conv_kernel - 1: nor a raw input that the window's first rows still read.
+    2 W: a write at pos..pos+W-1 must not hit an entry of [base, pos) that another program still folds.
+    W + conv_kernel - 1: it must not hit a raw input that the window's first rows still read.
     """
     query_len = mtp_step + 1
     needed = max(2 * query_len, query_len + conv_kernel - 1)
@@ -53,8 +53,8 @@ class GDNLayer(nn.Module):
 class StateCache(nn.Module):
     """The states of every GDN layer. A slot needs no clearing when it is given out.
 
-    Prefill from position 0 reads neither state nor ring, and sets base = pos = N, so no record of an
-    earlier owner is ever folded (the tests poison free slots with NaN).
+    Prefill from position 0 reads neither state nor ring, and sets base = pos = N, so that no entry of an
+    earlier owner is folded (the tests fill free slots with NaN).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StateCache(nn.Module):
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return stack(config.num_gdn_layers, (slots, *shape), dtype, device, is_zero=True)
 
-        # By name, of all layers [layers, slots, ...].
+        # All layers together, by name: [layers, slots, ...].
         self._stacks = {
             "state": zeros(num_v, dim_v, dim_k),
             "ring_k": zeros(num_k, ring, dim_k),
@@ -76,16 +76,16 @@ class StateCache(nn.Module):
             "ring_g": zeros(num_v, ring),
             "conv_ring": zeros(ring, config.linear_conv_dim, dtype=dtype),
         }
-        # Made once: a view made in forward would be one that the compiler has to see through.
+        # Views are made once: the compiler would have to trace through a view made in forward.
         self.layers = nn.ModuleList(
             GDNLayer({name: tensor[index] for name, tensor in self._stacks.items()})
             for index in range(config.num_gdn_layers)
         )
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
-        """What is moved with a request, of all layers together: states, rings and conv inputs.
+        """Yield the states, rings and conv inputs of all layers together, as they move with a request.
 
-        Prefill folds no records, so a checkpoint is without them.
+        Prefill folds no ring entries, so a state snapshot leaves these out.
         """
         for name, tensor in self._stacks.items():
             is_read = name in ("state", "conv_ring")

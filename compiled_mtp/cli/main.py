@@ -37,15 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with leaving():
             from compiled_mtp.parallel.follower import follow_rank_0
         follow_rank_0()
-    from compiled_mtp.parallel.torchrun import meeting_of
+    from compiled_mtp.parallel.torchrun import rendezvous_of
 
-    meeting = meeting_of(torchrun)
+    rendezvous = rendezvous_of(torchrun)
     try:
         with leaving():
             command = _find(argv[:1])
         return command(argv[1:])
     finally:
-        meeting.dismiss()
+        rendezvous.dismiss()
 
 
 def _find(words: Sequence[str]) -> Callable[[Sequence[str]], int]:

@@ -1,1 +1,1 @@
-"""How ranks add up and gather: over gloo, NCCL and symmetric memory."""
+"""How ranks sum and gather tensors: over gloo, NCCL and symmetric memory."""

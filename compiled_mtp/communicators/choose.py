@@ -1,4 +1,4 @@
-"""Which exchange ranks use: the config names it."""
+"""Chooses the communicator that the config names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from compiled_mtp.communicators.gloo import GlooCommunicator
 
 
 def join(kind: str, rank: int, world: int, folder: Path, device_type: str) -> Communicator:
-    """Join the other ranks in `folder`, as `rank` on its device; `kind` is EngineConfig.exchange.
+    """Connect to the other ranks through `folder`, as `rank`, and return the communicator.
 
-    Ranks on GPUs have the one of their number, which becomes the process' current one.
+    kind: EngineConfig.exchange. A rank on a GPU makes the GPU of its number the process' current one.
     """
     if device_type == "cpu":
         return GlooCommunicator(rank, world, folder)

@@ -1,8 +1,8 @@
-"""What ranks exchange inside a step: parts of sums before a norm, and their pieces of the logits.
+"""Communicator: what ranks send each other inside a step, which is partial sums before a norm and logits.
 
-Ranks add nothing up themselves. Every rank gets the parts of all, in the order of the ranks, and the norm
-adds them in its tree's order (ops/k_splits.py): the same numbers in the same order, whatever the number of
-ranks.
+A communicator does not reduce in an order of its own. Every rank gets the partials of all ranks in the ranks'
+order, and the norm adds them in its tree's order (ops/k_splits.py): the same numbers in the same order for
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,177 +20,180 @@ import torch
 from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.registry import add_overload
 
-# An operator's arguments are tensors and numbers: the number of an exchange stands for it. As registration
-# is process-wide in torch, so is this.
+# An operator takes only tensors and numbers, so a number stands for a communicator. The table is
+# process-wide, as torch's registration of operators is.
 _LIVE: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 _NUMBERS = itertools.count()
-# In the place of a number in programs that are saved, which other processes run: the exchange of the caller.
-_OF_CALLER = -1
-_CALLER = threading.local()
+# The number in saved programs, which other processes run: it stands for the communicator bound by `bind`.
+_UNBOUND = -1
+_BOUND = threading.local()
 _LIBRARY = torch.library.Library("compiled_mtp", "FRAGMENT")
 _LIBRARY.define("gather(Tensor x, int world, int number) -> Tensor")
-_LIBRARY.define("gather_partials(Tensor parts, int world, int number) -> Tensor")
-_LIBRARY.define("sum_partials(Tensor parts, ScalarType dtype, int number) -> Tensor")
+_LIBRARY.define("gather_partials(Tensor partials, int world, int number) -> Tensor")
+_LIBRARY.define("sum_partials(Tensor partials, ScalarType dtype, int number) -> Tensor")
 
 
 class CommunicatorError(RuntimeError):
-    """A rank is gone, or did not come in time."""
+    """A rank has ended, or did not enter a collective in time."""
 
 
 class Communicator(ABC):
-    """The way between `world` ranks, of which this process is `rank`.
+    """Connects `world` ranks, of which this process is `rank`.
 
-    Every rank calls `gather` equally often, with tensors of one shape: a rank that does not leaves the others
-    waiting until the exchange gives up.
+    Every rank must enter the same collectives in the same order, with tensors of one shape. If a rank does
+    not, the others wait until they are aborted.
     """
 
-    # As EngineConfig.exchange names it.
+    # The value of EngineConfig.exchange.
     kind = "auto"
-    # Whether a prompt's sums before a norm have no shares, so that no rank can make a part of one.
+    # Whether a prompt's sums before a norm have no K splits, so that a rank cannot compute a partial sum.
     keeps_prompt_rows = False
-    # Whether `give_up` comes to its end only when no captured graph is left that exchanges by this.
+    # Whether `abort` ends only when no captured graph with this communicator's kernels is left.
     waits_for_graphs = False
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
-        # How often this rank has come: the one that the others wait for has come least often.
+        # Collectives that this rank has entered: the rank for which others wait has entered the fewest.
         self.count = 0
-        # Whether the host waits in an exchange for ranks, which rank 0 judges from outside.
+        # Whether this host waits in a collective; rank 0's listening thread limits that time.
         self.is_waiting = False
-        # Whether ranks are in step, and one that does not come is given up in seconds.
+        # Whether ranks run steps, so that a rank that does not come within seconds is lost.
         self.has_steps = False
         self._number = next(_NUMBERS)
         _LIVE[self._number] = self
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[world, *x.shape]: x of every rank, in their order; an operator that no compiler looks into.
+        """Return every rank's x in the ranks' order, [world, *x.shape]; an operator opaque to the compiler.
 
-        Raises CommunicatorError where a rank is gone or does not come.
+        Raises CommunicatorError if a rank has ended or does not come.
         """
         gathered: torch.Tensor = torch.ops.compiled_mtp.gather(x, self.world, self._number)
         return gathered
 
-    def gather_partials(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[world, M, N] for `RMSNorm.add`, from each rank's parts [P, M, N] float32 of sums that are due in
-        `dtype`; P, which may be another on each rank, is a power of two.
+    def gather_partials(self, partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the partial sums of all ranks for `RMSNorm.add`, [world, M, N] float32.
 
-        A rank's parts are neighbours in the tree: what it sends is their sum. With many rows, where the
-        exchange can, the sums of all, [1, M, N]: the same bits.
+        partials [P, M, N] float32: P, which may differ between ranks, is a power of two. A rank's partials
+        are neighbours in the tree, so the rank sends their sum. If `adds` is true for M rows, returns the
+        total [1, M, N] in `dtype` instead; the norm's result has the same bits.
         """
         operators = torch.ops.compiled_mtp
-        if self.adds(parts.shape[1]):
-            sums: torch.Tensor = operators.sum_partials(parts, dtype, self._number)
+        if self.adds(partials.shape[1]):
+            sums: torch.Tensor = operators.sum_partials(partials, dtype, self._number)
             return sums[None]
-        gathered: torch.Tensor = operators.gather_partials(parts, self.world, self._number)
+        gathered: torch.Tensor = operators.gather_partials(partials, self.world, self._number)
         return gathered
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, world * N] from each rank's [M, N]."""
-        # Of one column each that would be a view.
+        """Return [M, world * N] from each rank's [M, N]."""
+        # `contiguous`: with one column per rank the result would be a view.
         return self.gather(x).transpose(0, 1).flatten(1).contiguous()
 
     def gather_quantized(
         self, values: torch.Tensor, factors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantised rows [M, world * N] and their factors, of each rank's [M, N] in whole groups."""
-        # As bytes: not every way between ranks knows e4m3.
+        """Return quantised rows [M, world * N] and their factors from each rank's [M, N] of whole groups."""
+        # As bytes: not every backend supports e4m3.
         whole = self.gather_columns(values.view(torch.uint8)).view(values.dtype)
         return whole, self.gather_columns(factors)
 
     @contextmanager
-    def left_open(self) -> Iterator[None]:
-        """What is traced meanwhile exchanges by whatever exchange calls it: see `calls`."""
-        number, self._number = self._number, _OF_CALLER
+    def unbound(self) -> Iterator[None]:
+        """Trace programs in the block without a communicator of their own; `bind` gives them one."""
+        number, self._number = self._number, _UNBOUND
         try:
             yield
         finally:
             self._number = number
 
-    def calls(self, program: Callable[..., Any]) -> Callable[..., Any]:
-        """A program that was traced within `left_open`, in this process or another, with this exchange."""
+    def bind(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `program`, traced within `unbound` in any process, with this communicator."""
 
         def call(*arguments: Any) -> Any:
-            before = getattr(_CALLER, "communicator", None)
-            _CALLER.communicator = self
+            before = getattr(_BOUND, "communicator", None)
+            _BOUND.communicator = self
             try:
                 return program(*arguments)
             finally:
-                _CALLER.communicator = before
+                _BOUND.communicator = before
 
         return call
 
     def least(self, value: int) -> int:
-        """The least `value` of all ranks, so that what follows from it is the same on each."""
-        return int(self._come(torch.tensor([value], dtype=torch.int64)).min())
+        """Return the least `value` of all ranks, so that every rank derives the same from it."""
+        return int(self._count_and_gather(torch.tensor([value], dtype=torch.int64)).min())
 
-    def _come(self, x: torch.Tensor) -> torch.Tensor:
+    def _count_and_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
         return self._gather(x.contiguous())
 
     def adds(self, rows: int) -> bool:
-        """Whether parts of so many rows are added on their way, in the norm's order."""
+        """Return whether the communicator sums partials of so many rows itself, in the norm's order."""
         return False
 
-    def check(self) -> None:  # noqa: B027 - a host raises where it waits
-        """Raise CommunicatorError if a rank did not come to an exchange on the device."""
+    def check(self) -> None:  # noqa: B027 - on a host the collective itself raises
+        """Raise CommunicatorError if a rank did not enter a collective on the device."""
 
-    def give_up(self) -> None:  # noqa: B027 - a host is told by its peers' end
-        """End what waits for a rank on the device, from any thread."""
+    def abort(self) -> None:  # noqa: B027 - on a host the peers' end ends a collective
+        """End what waits for a rank on the device; any thread may call it."""
 
-    def release(self) -> None:  # noqa: B027 - of a host nothing is kept
-        """Let go of what `give_up` keeps, after the other ranks have ended."""
+    def release(self) -> None:  # noqa: B027 - on a host `abort` keeps nothing
+        """Free what `abort` keeps, after the other ranks have ended."""
 
-    def name_missing(self) -> None:  # noqa: B027 - the host knows by counts
-        """Let what waits on the device end, and name the rank that it waits for by `check`."""
+    def name_missing(self) -> None:  # noqa: B027 - on a host the counts name the rank
+        """End what waits on the device, so that `check` names the missing rank."""
 
     def expect_steps(self) -> None:
-        """Until now ranks load and compile, each at its own pace; from now on all do the same at once, and
-        rank 0 gives up one that does not come in seconds. The others wait: rank 0 may be paused."""
+        """Begin steps, in which all ranks enter the same collectives at once.
+
+        Before this call ranks load and compile, each at its own pace. After it rank 0 ends a rank that does
+        not come within seconds; the other ranks wait without a limit, since rank 0 may be paused.
+        """
         self.has_steps = True
 
     @abstractmethod
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """What `gather` does, now, for a contiguous x."""
+        """Gather as `gather` does, eagerly, a contiguous x."""
 
-    def _gather_sums(self, parts: torch.Tensor) -> torch.Tensor:
-        """The tree's sum of each rank's contiguous parts, gathered, now."""
-        return self._gather(add_tree(parts))
+    def _gather_sums(self, partials: torch.Tensor) -> torch.Tensor:
+        """Gather, eagerly, the tree's sum of each rank's contiguous partials."""
+        return self._gather(add_tree(partials))
 
-    def _add(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The tree's sum of all ranks' contiguous parts, now, in `dtype`; where `adds` says so."""
-        return add_tree(self._gather_sums(parts)).to(dtype)
+    def _add(self, partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return, eagerly, the tree's sum of all ranks' contiguous partials in `dtype`; only if `adds`."""
+        return add_tree(self._gather_sums(partials)).to(dtype)
 
 
 def _find(number: int) -> Communicator:
-    if number != _OF_CALLER:
+    if number != _UNBOUND:
         return _LIVE[number]
-    found: Communicator = _CALLER.communicator
+    found: Communicator = _BOUND.communicator
     return found
 
 
 def _gather(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
-    return _find(number)._come(x)
+    return _find(number)._count_and_gather(x)
 
 
-def _gather_partials(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
+def _gather_partials(partials: torch.Tensor, world: int, number: int) -> torch.Tensor:
     communicator = _find(number)
     communicator.count += 1
-    return communicator._gather_sums(parts.contiguous())
+    return communicator._gather_sums(partials.contiguous())
 
 
-def _sum_partials(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+def _sum_partials(partials: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
     communicator = _find(number)
     communicator.count += 1
-    return communicator._add(parts.contiguous(), dtype)
+    return communicator._add(partials.contiguous(), dtype)
 
 
-def _gather_partials_fake(parts: torch.Tensor, world: int, number: int) -> torch.Tensor:
-    return parts.new_empty((world, *parts.shape[1:]))
+def _gather_partials_fake(partials: torch.Tensor, world: int, number: int) -> torch.Tensor:
+    return partials.new_empty((world, *partials.shape[1:]))
 
 
-def _sum_partials_fake(parts: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
-    return parts.new_empty(parts.shape[1:], dtype=dtype)
+def _sum_partials_fake(partials: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
+    return partials.new_empty(partials.shape[1:], dtype=dtype)
 
 
 def _gather_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The exchange between processes on CPUs, by torch's gloo over the loopback interface."""
+"""The communicator of processes on CPUs: torch's gloo over the loopback interface."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 from compiled_mtp.communicators.communicator import Communicator, CommunicatorError
 
-# While ranks load and compile, each at its own pace, and then within a step, which all do alike. The second
-# counts while rank 0 runs: it looks at the clock. By itself a wait in a step does not end, since rank 0 may
-# be paused for hours.
+# Limits of a wait for another rank: while ranks load and compile, each at its own pace, and within a step, in
+# which all enter the same collectives. Rank 0 enforces STEP_S by its own clock. A wait in a step has no limit
+# of its own, since rank 0 may be paused for hours.
 START_S = 600.0
 STEP_S = 7.0
 ENDLESS_S = 365 * 86_400.0
-# For the others to meet rank 0, which comes last: it has heard of all.
+# For the other ranks to connect to rank 0, which comes last, after all have reported.
 _CONNECT_S = 60.0
 
 
 class GlooCommunicator(Communicator):
-    """A process group of its own, which the torch.distributed of the caller's program knows nothing about.
+    """A private process group, separate from the torch.distributed of the caller's program.
 
-    folder: where the ranks, all on this machine, find each other; private to them. Raises RuntimeError if
-    they do not within a minute of rank 0's coming.
+    folder: the ranks' private folder, in which they find each other; all are on this machine. Raises
+    RuntimeError if they do not connect within a minute after rank 0.
     """
 
     kind = "gloo"
@@ -32,18 +32,18 @@ class GlooCommunicator(Communicator):
     def __init__(self, rank: int, world: int, folder: Path) -> None:
         super().__init__(rank, world)
         self._store = FileStore(str(folder / "store"), world)
-        meeting = timedelta(seconds=START_S if rank else _CONNECT_S)
-        self._store.set_timeout(meeting)
+        timeout = timedelta(seconds=START_S if rank else _CONNECT_S)
+        self._store.set_timeout(timeout)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # No port is open to other machines.
+        # Open no port to other machines.
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = meeting
+        options._timeout = timeout
         options._threads = 1
         self._group = ProcessGroupGloo(self._store, rank, world, options)
         self._group._set_default_timeout(timedelta(seconds=START_S))
 
     def expect_steps(self) -> None:
-        """As `Communicator.expect_steps`."""
+        """Do as `Communicator.expect_steps` says."""
         super().expect_steps()
         self._group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 

@@ -1,4 +1,4 @@
-"""The exchange between GPUs by NCCL: the named alternative where they share no memory."""
+"""The communicator of GPUs over NCCL, which a config may name for GPUs that share no memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, GlooCommunicator
 
-# At the end of the process, for NCCL to let go of what was given up.
+# At the end of the process, for NCCL to finish an abort.
 _EXIT_S = 5.0
 
 
 class NcclCommunicator(GlooCommunicator):
-    """Between the current GPU of each rank; what lies on hosts goes by gloo.
+    """Connects each rank's current GPU by NCCL, and tensors in host memory by gloo.
 
-    Parts are gathered and added in the tree's order, never reduced in NCCL's own. Raises ImportError where
-    torch was built without NCCL.
+    Partials are gathered and then added in the tree's order, never reduced in NCCL's own order. Raises
+    ImportError if torch was built without NCCL.
     """
 
     kind = "nccl"
@@ -31,39 +31,42 @@ class NcclCommunicator(GlooCommunicator):
         super().__init__(rank, world, folder)
         from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupNCCL
 
-        # As in symmetric.py: multicast.
+        # Multicast is off for the reason in symmetric.py.
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         options = ProcessGroupNCCL.Options()
-        # A launch that waits has no time of its own in a graph: rank 0 looks at the clock.
+        # This timeout does not apply to launches in a graph: rank 0 limits those by its own clock.
         options._timeout = timedelta(seconds=START_S)
-        # On the caller's stream, as everything else of a step.
-        self._here = AllgatherOptions()
-        self._here.asyncOp = False
-        self._lock, self._is_given_up = threading.Lock(), False
+        # Run on the caller's stream, as the rest of a step does.
+        self._on_stream = AllgatherOptions()
+        self._on_stream.asyncOp = False
+        self._lock, self._is_aborted = threading.Lock(), False
         self._device_group = ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, world, options)
 
     def expect_steps(self) -> None:
-        """As `Communicator.expect_steps`."""
+        """Do as `Communicator.expect_steps` says."""
         super().expect_steps()
         self._device_group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 
-    def give_up(self) -> None:
-        """As `Communicator.give_up`: kernels are told at once, but NCCL returns when no graph holds them."""
+    def abort(self) -> None:
+        """Do as `Communicator.abort` says, in a thread of its own.
+
+        NCCL stops its kernels at once but returns only when no captured graph has them.
+        """
         with self._lock:
-            is_first, self._is_given_up = not self._is_given_up, True
+            is_first, self._is_aborted = not self._is_aborted, True
         if is_first:
-            teller = threading.Thread(target=self._device_group.abort, name="compiled-mtp NCCL", daemon=True)
-            teller.start()
-            # A thread that comes back to Python behind its end ends the process by SIGABRT.
-            atexit.register(teller.join, _EXIT_S)
+            aborter = threading.Thread(target=self._device_group.abort, name="compiled-mtp NCCL", daemon=True)
+            aborter.start()
+            # A thread that returns to Python after the interpreter's end would end the process by SIGABRT.
+            atexit.register(aborter.join, _EXIT_S)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:
             return super()._gather(x)
         out = x.new_empty((self.world, *x.shape))
-        arguments = (out.view(-1), x.view(-1), self._here)
+        arguments = (out.view(-1), x.view(-1), self._on_stream)
         work = self._device_group._allgather_base(*arguments)  # type: ignore[attr-defined]
-        # None where nothing is left to wait for.
+        # None if there is nothing to wait for.
         if work is not None:
             work.wait()
         return out

@@ -1,1 +1,1 @@
-"""Text in, text out: tokenizer, chat template, the Hub, and what a request asks for."""
+"""Text in, text out: tokenizer, chat template, the Hub, and the processing of requests."""

@@ -1,4 +1,4 @@
-"""A checkpoint's front before its weights: what is wrong with a request is known without loading them."""
+"""Opens a checkpoint's request processor without its weights, so that wrong requests fail early."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def open_frontend(config: EngineConfig) -> RequestProcessor:
-    """Find the checkpoint of `config`, download it if it must be, and return the front of its engine.
+    """Find the checkpoint of `config`, download it if needed, and return its engine's request processor.
 
-    It refuses the requests that the engine would, except one that all blocks cannot hold: how many there are
-    is not known yet. Raises ValueError for a checkpoint, or a field of `config`, that does not fit.
+    The processor refuses the requests that the engine would, except those that do not fit into all blocks,
+    whose number is not yet known. Raises ValueError for an unusable checkpoint or field of `config`.
     """
     path = find_checkpoint(Path(config.model), is_offline=config.offline)
     model_config = read_model_config(path)
@@ -29,7 +29,7 @@ def open_frontend(config: EngineConfig) -> RequestProcessor:
             path,
             HEAD_REMEDY,
         )
-    # A default out of range is found before the weights are loaded.
+    # Find a default out of range before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
     tokenizer = Tokenizer(path) if has_tokenizer(path) else None
     return RequestProcessor(path, model_config, tokenizer, config.resolve_max_model_len(model_config))

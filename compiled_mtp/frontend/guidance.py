@@ -1,4 +1,4 @@
-"""Which grammar a request asks for, compiled in the caller's thread."""
+"""Compiles the grammar that a request asks for, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_mtp.sampling.tool_calls import CALL_FORMS, from_tools
 class Guidance:
     """Makes the matchers of one checkpoint's requests; any thread may call it.
 
-    num_ids: width of the logits. A grammar begins after the reasoning that the prompt has opened, if it has.
+    num_ids: width of the logits. If the prompt opens a reasoning part, the grammar begins after it.
     """
 
     def __init__(
@@ -26,18 +26,18 @@ class Guidance:
         self._family = family
         self._added = tokenizer.added_ids
         self._reasoning = find_reasoning(tokenizer)
-        # A config may name an eos that no token has.
+        # A config may name an eos id that the tokenizer lacks.
         known = [token_id for token_id in eos_token_ids if token_id < tokenizer.num_ids]
         self._compiler = GrammarCompiler(tokenizer.json_text, num_ids, known)
 
     def warm_up(self) -> None:
-        """Build what all grammars share. Raises ValueError without llguidance."""
+        """Build the tokenizer's trie, which all grammars share. Raises ValueError without llguidance."""
         self._compiler.warm_up()
 
     def make_matcher(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Matcher | None:
         """Return the matcher of a request, None if it asks for no grammar.
 
-        Raises ValueError, naming the place, for a grammar that cannot be compiled.
+        Raises ValueError, with the field's name, for a grammar that does not compile.
         """
         source = self._source(params)
         if source is None:

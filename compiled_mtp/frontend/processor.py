@@ -1,4 +1,4 @@
-"""The front of the engine: what a caller gives becomes a Request, or an error that names the mistake."""
+"""RequestProcessor: turns a caller's input into Requests, or raises an error that names the mistake."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
 from compiled_mtp.sampling.params import MAX_STOP_IDS, bad_word_ids, only_one_grammar
 
-# Ids from which on the trie of a vocabulary takes long enough to be felt by other requests.
+# Above so many ids, building the trie of a vocabulary delays other requests noticeably.
 _LARGE_VOCABULARY = 50_000
 
 
 class RequestProcessor:
-    """Tokenises, validates and makes requests. It holds no state: any thread may call it.
+    """Tokenises, validates and makes requests. It has no state of requests: any thread may call it.
 
-    `path` is the checkpoint's, for the texts of errors; without a tokenizer prompts are token ids.
-    max_model_len: tokens of a request, as the config bounds them.
+    path: the checkpoint's, for error texts. tokenizer: without one, prompts must be token ids.
+    max_model_len: the config's bound on the tokens of a request.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class RequestProcessor:
         messages: Sequence[Mapping[str, Any]] | None,
         priority: int = 0,
     ) -> list[Request]:
-        """Return the choices of a request that fits max_model_len, the checkpoint's defaults filled in.
+        """Return one Request per choice, with the checkpoint's defaults filled in.
 
-        Raises ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for a
-        prompt that is empty or too long, an id out of range, a parameter out of range and a grammar that
-        cannot be compiled.
+        Raises ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for an
+        empty prompt, a prompt of max_model_len tokens or more, an id or a parameter out of range, and a
+        grammar that does not compile.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         names = [name for name, value in given.items() if value is not None]
@@ -73,12 +73,12 @@ class RequestProcessor:
         else:
             tokenizer = self._require_tokenizer(names[0])
             text = prompt if prompt is not None else self._render(tokenizer, messages, params)
-            # The vocabulary of a tokenizer may have grown beyond the checkpoint's.
+            # A tokenizer may have more ids than the checkpoint's vocabulary.
             token_ids = self._check_ids(names[0], tokenizer.encode(text))
         if messages is None and params.chat_template_kwargs is not None:
             raise ValueError(
                 "chat_template_kwargs must come with messages, got "
-                f"{quote(params.chat_template_kwargs)}; nothing else goes through the template"
+                f"{quote(params.chat_template_kwargs)}; leave it out, since only messages use the template"
             )
         params = self._with_special_stops(params)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -94,7 +94,7 @@ class RequestProcessor:
                 detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                 index=index,
                 bad_word_ids=bad_words,
-                # Each compiles a grammar of its own.
+                # Each choice compiles its own grammar.
                 guide=guide.fork() if guide is not None and index else guide,
                 priority=priority,
             )
@@ -108,8 +108,10 @@ class RequestProcessor:
         return choices
 
     def warm_up_grammars(self) -> None:
-        """Build the trie of a large vocabulary, if llguidance is installed, before the first guided request:
-        that holds the interpreter's lock for seconds, in which no thread steps. Any thread may call it."""
+        """Build the trie of a large vocabulary before the first guided request, if llguidance is installed.
+
+        The build holds the interpreter lock for seconds, and no step runs meanwhile. Any thread may call it.
+        """
         is_large = self.model_config.vocab_size > _LARGE_VOCABULARY
         if is_large and self._guidance is not None and find_spec("llguidance") is not None:
             self._guidance.warm_up()
@@ -119,9 +121,9 @@ class RequestProcessor:
         if taken := sorted({"messages", "tools"} & variables.keys()):
             raise ValueError(
                 f"chat_template_kwargs must not hold {taken[0]}, got {quote(variables[taken[0]])}; "
-                f"give {taken[0]} by that name"
+                f"pass {taken[0]} as a field of its own"
             )
-        # Without tools templates test for None.
+        # Templates test for None where there are no tools.
         return tokenizer.apply_chat_template(_as_chat(messages), **variables, tools=params.tools or None)
 
     def _check_length(self, length: int) -> None:
@@ -147,7 +149,7 @@ class RequestProcessor:
         return None
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
-        """The names of special tokens among the stops mean their ids: they have no text to be found in."""
+        """Add to stop_token_ids the ids of special tokens that `stop` names, since they have no text."""
         if not params.stop or self.tokenizer is None:
             return params
         special = (self.tokenizer.special_id(stop) for stop in params.stop)
@@ -183,7 +185,7 @@ class RequestProcessor:
 
 
 def check_num_stop_ids(request: Request) -> None:
-    """Raise ValueError for more ids that min_tokens delays than a slot has room for."""
+    """Raise ValueError if min_tokens delays more ids than a slot has room for."""
     if request.params.min_tokens and len(request.stop_ids) > MAX_STOP_IDS:
         raise ValueError(
             f"stop_token_ids must hold at most {MAX_STOP_IDS} ids with the eos ids and special stops where "
@@ -192,17 +194,17 @@ def check_num_stop_ids(request: Request) -> None:
 
 
 def check_priority(priority: object) -> None:
-    """Raise ValueError for what is no whole number, or one that is too large to be meant."""
+    """Raise ValueError unless `priority` is an integer of at most 31 bits."""
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
         raise ValueError(
-            f"priority must be an integer of at most 31 bits, got {quote(priority)}; the lower one is sooner"
+            f"priority must be an integer of at most 31 bits, got {quote(priority)}; lower ones run first"
         )
 
 
 def _as_id(value: Any) -> int:
-    """`value` if it is a whole number of any library; raises TypeError for text, booleans and fractions."""
+    """Return any library's integer as an int. Raises TypeError for text, booleans and fractions."""
     if isinstance(value, bool):
-        raise TypeError("a boolean is no id")
+        raise TypeError("a boolean is not an id")
     return operator.index(value)
 
 

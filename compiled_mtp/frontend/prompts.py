@@ -1,4 +1,4 @@
-"""What `Engine.generate` takes and gives: many prompts of any kind, one output for each choice. No torch."""
+"""Arguments and results of `Engine.generate`: many prompts of any kind, one output per choice. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Params = SamplingParams | Iterable[SamplingParams] | None
 
 
 def kind_of(prompt: Prompt) -> str:
-    """What add_request takes it as."""
+    """Return the name of the add_request argument that takes `prompt`. Raises ValueError."""
     if isinstance(prompt, str):
         return "prompt"
     if isinstance(prompt, Mapping):
@@ -32,7 +32,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def as_prompts(prompts: Iterable[Prompt] | None, messages: Any) -> list[Prompt]:
-    """The prompts of a call of `generate`."""
+    """Return the prompts of a call of `generate` as a list. Raises ValueError."""
     if (prompts is None) == (messages is None):
         given = "neither" if prompts is None else "both"
         raise ValueError(f"prompts and messages must be given exactly once, got {given}; choose one")
@@ -63,7 +63,7 @@ def _as_chats(messages: Any) -> list[Prompt]:
 
 
 def match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams | None]:
-    """Parameters for each prompt."""
+    """Return the parameters of each prompt. Raises ValueError."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if not isinstance(params, Iterable) or isinstance(params, Mapping | str):
@@ -79,7 +79,7 @@ def match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[Sampling
 
 
 def join(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The last output of a choice, with the tokens, texts, log probabilities and drafts of all."""
+    """Return a choice's last output with the tokens, texts, logprobs and drafts of all its outputs."""
     tokens = [token_id for output in outputs for token_id in output.new_token_ids]
     text = "".join(output.new_text for output in outputs)
     entries = [entry for output in outputs for entry in output.logprobs or ()]

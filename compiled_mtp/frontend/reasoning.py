@@ -1,5 +1,4 @@
-"""Whether a prompt leaves off inside a reasoning part: one rule for grammars and for what parses answers.
-No torch."""
+"""Whether a prompt ends inside a reasoning part: one rule for grammars and the answers' parser. No torch."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from compiled_mtp.frontend.tokenizer import Tokenizer
 
 _BEGIN, _END, _TURN = "<think>", "</think>", "<|im_start|>"
 _ROLE = b"assistant"
-# Tokens of the role and the space behind it.
+# The most tokens of the role and the whitespace after it.
 _MAX_HEAD = 16
 
 
 class ReasoningTokens:
-    """The tokens around a reasoning part; `end` is the id of the second."""
+    """The tokens that begin and end a reasoning part. end: the id of the end token."""
 
     def __init__(self, tokenizer: Tokenizer, begin: int, end: int) -> None:
         self.end = end
@@ -23,11 +22,13 @@ class ReasoningTokens:
         self._token_bytes = tokenizer.token_bytes
 
     def is_open(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether the last turn of a chat begins with a reasoning part that has no end, or a prompt of any
-        kind ends with the token that opens one; spaces may follow it. What others mention opens nothing.
+        """Return whether the prompt leaves a reasoning part open.
+
+        That is so if the last turn is the assistant's and begins with a reasoning part without an end, or if
+        a prompt of any kind ends with the begin token and whitespace. A begin token elsewhere opens nothing.
         """
         ids = list(prompt_token_ids)
-        start = _behind_last(ids, self._turn)
+        start = _after_last(ids, self._turn)
         turn = ids[start:]
         if self._begin not in turn:
             return False
@@ -35,19 +36,19 @@ class ReasoningTokens:
         is_at_head = start > 0 and len(head) <= _MAX_HEAD and b"".join(self._bytes(head)).strip() == _ROLE
         if is_at_head and self.end not in turn:
             return True
-        behind = self._bytes(turn[_behind_last(turn, self._begin) :])
-        return all(piece.isspace() for piece in behind)
+        following = self._bytes(turn[_after_last(turn, self._begin) :])
+        return all(text.isspace() for text in following)
 
     def _bytes(self, token_ids: Sequence[int]) -> list[bytes]:
         return [self._token_bytes(token_id) for token_id in token_ids]
 
 
 def find_reasoning(tokenizer: Tokenizer) -> ReasoningTokens | None:
-    """Return the checkpoint's tokens around a reasoning part, or None without such tokens."""
+    """Return the checkpoint's tokens around a reasoning part, None if it lacks one of them."""
     begin, end = tokenizer.added_ids.get(_BEGIN), tokenizer.added_ids.get(_END)
     return None if begin is None or end is None else ReasoningTokens(tokenizer, begin, end)
 
 
-def _behind_last(ids: list[int], token_id: int | None) -> int:
-    """The index behind the last `token_id`, 0 if there is none."""
+def _after_last(ids: list[int], token_id: int | None) -> int:
+    """Return the index after the last `token_id`, 0 if there is none."""
     return len(ids) - ids[::-1].index(token_id) if token_id in ids else 0

@@ -1,4 +1,4 @@
-"""Text to ids and back: a byte-level tokenizer.json, decoding a token at a time, chat templates. No torch."""
+"""Text to ids and back: a byte-level tokenizer.json, decoding token by token, chat templates. No torch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether the checkpoint directory, or the GGUF file, `path` has a tokenizer or one beside it."""
+    """Return whether a checkpoint directory, or a GGUF file or its directory, has a tokenizer."""
     if path.suffix != ".gguf":
         return (path / _FILE).is_file()
     return _TOKENS in read_container(path).metadata or (path.parent / _FILE).is_file()
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint directory: tokenizer.json, and what renders its chats. Of a GGUF file it
-    is the one in its metadata, or, where those are of no known kind, the one beside the file.
+    """The tokenizer and the chat template of a checkpoint directory or of a GGUF file.
 
-    json_text is that of tokenizer.json; added_ids are the tokens it adds to the vocabulary, by their texts.
-    Raises ValueError if tokenizer.json is missing, unreadable or not byte-level, which all supported families
-    are.
+    A directory has a tokenizer.json. A GGUF file has a tokenizer in its metadata; if its kind is not known,
+    the tokenizer.json in the file's directory is used. json_text: the text of tokenizer.json. added_ids: the
+    tokens that it adds to the vocabulary, text -> id. Raises ValueError if tokenizer.json is missing,
+    unreadable or not byte-level; all supported families are byte-level.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,7 +57,7 @@ class Tokenizer:
             self.json_text = file.read_text(encoding="utf-8") if text is None else text
             decoder = json.loads(self.json_text).get("decoder") or {}
             self._tokenizer = tokenizers.Tokenizer.from_str(self.json_text)
-        except Exception as error:  # The Rust side raises plain Exception.
+        except Exception as error:  # The Rust library raises plain Exception.
             raise ValueError(
                 f"{file} must be a tokenizer, got an error: {error}; download the file again"
             ) from None
@@ -66,7 +66,7 @@ class Tokenizer:
                 f"{file} must decode byte-level tokens, got {decoder.get('type')!r}; use the file that was "
                 "released with the checkpoint"
             )
-        # A saved cut or padding would change the prompt in silence.
+        # A truncation or padding saved in the file would change prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -78,7 +78,7 @@ class Tokenizer:
         self._template = ChatTemplate(root, config)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, special tokens recognised. Raises ValueError for lone surrogates."""
+        """Return the ids of `text`; special tokens are recognised. Raises ValueError for lone surrogates."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -92,7 +92,7 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of a chat, up to where the assistant's answer begins.
 
-        `variables` reach the template (tools, enable_thinking). Raises ValueError as `ChatTemplate.render`.
+        variables: of the template (tools, enable_thinking). Raises ValueError as `ChatTemplate.render`.
         """
         return self._template.render(messages, **variables)
 
@@ -107,22 +107,22 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The id of the eos token that tokenizer_config.json names, or nothing where it names none."""
+        """The id of the eos token that tokenizer_config.json names, () if it names none."""
         eos = self._template.special_tokens.get("eos_token")
         eos_id = None if eos is None else self._tokenizer.token_to_id(eos)
         return () if eos_id is None else (eos_id,)
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token that is written `text`, or None if there is none."""
+        """Return the id of the special token with the text `text`, None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id if token_id in self.special_ids else None
 
     def name_of(self, token_id: int) -> str:
-        """Return how an id is written in tokenizer.json; nothing for one that it lacks."""
+        """Return the token of an id as tokenizer.json writes it; "" for an id that it lacks."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes a token stands for; none for special tokens and ids that the tokenizer lacks."""
+        """Return the bytes of a token's text; empty for special tokens and ids that the tokenizer lacks."""
         found = self._bytes.get(token_id)
         if found is None:
             token = None if token_id in self.special_ids else self._tokenizer.id_to_token(token_id)
@@ -131,9 +131,9 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decodes one stream of ids; what is shown never ends in half a character.
+    """Decodes one stream of ids into text that never ends in part of a character.
 
-    Its pieces join to what decoding all ids at once gives. Bytes that are no UTF-8 become U+FFFD.
+    The joined texts equal the text of all ids decoded at once. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -141,35 +141,35 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, maybe none."""
+        """Return the text that `token_id` completes, maybe ""."""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """Return what was held back, once, at the end."""
+        """Return the text held back, at the end of the stream."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
 
 
 class ChatTemplate:
-    """A checkpoint's chat template: chat_template.jinja, or the one in tokenizer_config.json; `config` in the
-    place of that file's content.
+    """A checkpoint's chat template: chat_template.jinja, or the one in tokenizer_config.json.
 
-    Rendered in a sandbox, with the filters and functions that Hugging Face gives templates. Raises ValueError
-    for JSON that cannot be read; a template that is missing or broken is an error when a chat is rendered.
+    config: the content of tokenizer_config.json, if it is not read from the file. Templates render in a
+    sandbox, with the filters and functions that Hugging Face gives them. Raises ValueError for unreadable
+    JSON. A missing or broken template raises only when a chat is rendered.
     """
 
     def __init__(self, root: Path, config: dict[str, Any] | None = None) -> None:
         self._root = root
         config = _read_config(root / "tokenizer_config.json") if config is None else config
-        # Templates use bos_token, eos_token and the like; a token is a string or an object around it.
+        # Templates use bos_token, eos_token and so on; a token is a string or an object with `content`.
         self.special_tokens = {
             name: _token_text(name, value)
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, (str, dict))
         }
         self._template: Template | None = None
-        # What is wrong with it; plain prompts do without.
+        # The template's error, which `render` raises: plain prompts need no template.
         self._fault = ""
         try:
             self._template = self._compile(config)
@@ -180,8 +180,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of `messages` (role and content each) up to where the assistant's answer begins.
 
-        Raises ValueError, naming the message, for a shape that is no chat and for images; and for what the
-        template refuses.
+        Raises ValueError, with the message's name, for a value that is not a chat and for images, and for
+        messages that the template refuses.
         """
         if self._fault:
             raise ValueError(self._fault)
@@ -196,7 +196,7 @@ class ChatTemplate:
         scope: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
             return self._template.render(scope | self.special_tokens | variables, messages=plain)
-        except Exception as error:  # A template can raise whatever its expressions do.
+        except Exception as error:  # The expressions in a template can raise any error.
             got = str(error) or type(error).__name__
             raise ValueError(
                 f"messages must satisfy the checkpoint's chat template, got: {got}; change the messages"
@@ -223,7 +223,7 @@ class ChatTemplate:
 
 
 def _to_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; an added token is its own text."""
+    """Return the bytes of a byte-level token; an added token is its own text."""
     try:
         return bytes(_BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:
@@ -231,10 +231,10 @@ def _to_bytes(token: str) -> bytes:
 
 
 def byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary.
+    """Return character -> byte of a byte-level vocabulary.
 
-    Printable bytes of Latin-1 stand for themselves, the others follow from U+0100 on. Source: GPT-2's encoder
-    (Radford et al., 2019).
+    Printable bytes of Latin-1 are their own characters; the others follow from U+0100 on. Source: GPT-2's
+    encoder (Radford et al., 2019).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
@@ -253,7 +253,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         content = "".join(_text_of_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"{name}.content must be text, got {content!r}; give a string")
-    # Without content an assistant's message may still carry tool calls.
+    # An assistant's message without content may have tool calls.
     plain = {**message, "content": "" if content is None else content}
     calls = message.get("tool_calls")
     if isinstance(calls, Sequence) and not isinstance(calls, str):
@@ -262,20 +262,20 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_call(name: str, call: Any) -> Any:
-    """A tool call with its arguments as an object: OpenAI's are text, and templates go through them."""
+    """Return a tool call with its arguments as an object: OpenAI's are text; templates iterate over them."""
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str):
         return call
     try:
-        # A function without parameters may be called with no text at all.
+        # A call of a function without parameters may have empty text.
         parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise ValueError(
-            f"{name}.function.arguments must be a JSON object, got {quote(arguments)}; send what the model "
-            "called, or an object"
+            f"{name}.function.arguments must be a JSON object, got {quote(arguments)}; send the arguments "
+            "that the model wrote, or an object"
         )
     return {**call, "function": {**(function or {}), "arguments": parsed}}
 
@@ -285,7 +285,7 @@ def _text_of_part(name: str, part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
         raise ValueError(
-            f"{name} must be of type text, got {kind!r}; images and other media are not in this version"
+            f"{name} must be of type text, got {kind!r}; send text, since this version takes no other media"
         )
     return text
 
@@ -315,7 +315,7 @@ def _token_text(name: str, value: Any) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML.
+    # Replaces Jinja's own filter, which escapes for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,1 +1,1 @@
-"""GGUF files: one file, or parts of one, with weights, config and tokenizer of a model."""
+"""GGUF files: one file, or the parts of a split one, with a model's weights, config and tokenizer."""

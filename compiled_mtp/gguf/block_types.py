@@ -1,4 +1,4 @@
-"""The types that a GGUF tensor can have: how many values a block has, and how many bytes. No torch."""
+"""The types of GGUF tensors: the values and the bytes of a block. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockType:
-    """A row lies as blocks of `block` values in `block_bytes` bytes each."""
+    """A type whose rows are stored as blocks of `block` values in `block_bytes` bytes each."""
 
     name: str
     block: int
     block_bytes: int
 
     def bytes_of(self, count: int) -> int:
-        """Bytes of `count` values, whole blocks of them."""
+        """Bytes of `count` values, a multiple of `block`."""
         return count // self.block * self.block_bytes
 
 
-# By their numbers in the file; blocks.py decodes them.
+# By the type's number in the file; blocks.py decodes these types.
 BLOCK_TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
@@ -38,7 +38,7 @@ BLOCK_TYPES = {
     39: BlockType("MXFP4", 32, 17),
     40: BlockType("NVFP4", 64, 36),
 }
-# Those of codebooks, ternary ones, and integers that no weight has.
+# Not decoded: codebook and ternary types, and types that no weight has.
 REFUSED_TYPES = {
     9: "Q8_1",
     15: "Q8_K",

@@ -1,7 +1,8 @@
-"""From the blocks of a GGUF tensor to its values, in float32 and in the order of operations of ggml.
+"""Decodes the blocks of a GGUF tensor to float32 values, in ggml's order of operations.
 
-Each decoder takes blocks [n, bytes of a block] uint8 and returns values [n, values of a block] float32. A
-"sub-block" shares a scale. Source: the block layouts of ggml; the tests compare them with its package gguf.
+Each decoder takes blocks [n, bytes per block] uint8 and returns values [n, values per block] float32. The
+values of a "sub-block" share a scale. Source: the block layouts of ggml; the tests compare the decoders with
+ggml's package gguf.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import torch
 
 from compiled_mtp.gguf.block_types import BlockType
 
-# Of a four-bit code: E2M1 times 2, and the codebook of IQ4.
+# The value of each four-bit code: E2M1 times 2, and the codebook of IQ4.
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# Values that a thread decodes at a time: what stands between bytes and values stays in a core's cache.
+# Values that a thread decodes at a time, so that intermediate tensors stay in a core's cache.
 _VALUES_AT_ONCE = 1 << 18
 
 
 def decode(form: BlockType, raw: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the values of `raw` [m] uint8, whole blocks of `form`, into `out` [k] float32, contiguous."""
+    """Write the values of `raw` [m] uint8, whole blocks of `form`, into `out` [k], contiguous float32."""
     decoder = _DECODERS[form.name]
     blocks, values = raw.view(-1, form.block_bytes), out.view(-1, form.block)
     step = torch.get_num_threads() * _VALUES_AT_ONCE // form.block
@@ -29,8 +30,8 @@ def decode(form: BlockType, raw: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _f16(b: torch.Tensor) -> torch.Tensor:
-    """The halves that lie in `b` [n, 2m], as float32 [n, m]."""
-    # A clone begins where a half may.
+    """The float16 numbers stored in `b` [n, 2m] uint8, as float32 [n, m]."""
+    # A clone has the alignment that a view as float16 needs.
     return b.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
 
 
@@ -39,13 +40,13 @@ def _i8(b: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(b: torch.Tensor) -> torch.Tensor:
-    """[..., m] -> [..., 2, m]: the low halves of the bytes, then the high ones."""
+    """[..., m] -> [..., 2, m]: the low four bits of each byte, then the high four."""
     b = b.contiguous()
     return torch.stack((b & 15, b >> 4), -2)
 
 
 def _fields(b: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., m] -> [..., 8 / bits, m]: the fields of `bits` bits of the bytes, the lowest first."""
+    """[..., m] -> [..., 8 / bits, m]: each byte's fields of `bits` bits, the lowest first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return (b.contiguous()[..., None, :] >> shifts[:, None]).bitwise_and_((1 << bits) - 1)
 
@@ -63,7 +64,7 @@ def _q4_1(b: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Values 0 to 31 [n, 32] of 32 fifth bits [n, 4] and 16 bytes of nibbles [n, 16]."""
+    """Codes 0 to 31 [n, 32] as float32, from 32 fifth bits [n, 4] and 16 bytes of nibbles [n, 16]."""
     fifth = _fields(high, 1).transpose(1, 2).flatten(1)
     return (_nibbles(low).flatten(1) | (fifth << 4)).float()
 
@@ -83,14 +84,17 @@ def _q8_0(b: torch.Tensor) -> torch.Tensor:
 def _affine(
     both: torch.Tensor, scales: torch.Tensor, mins: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """d * scale * value - dmin * min of sub-blocks: `both` [n, 2] are d, dmin, values [n, sub-blocks, m]."""
+    """d * scale * value - dmin * min for each sub-block.
+
+    both [n, 2]: d and dmin; scales, mins [n, sub-blocks]; values [n, sub-blocks, m]. Returns [n, values].
+    """
     factors, offsets = both[:, :1] * scales.float(), both[:, 1:] * mins.float()
     return (values.float().mul_(factors[..., None]).sub_(offsets[..., None])).flatten(1)
 
 
 def _six_bit_scales(s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight scales and eight minima of 6 bits [n, 8] each from 12 bytes [n, 12]."""
-    # Four bytes a row are slow; as columns they are long rows.
+    # Transposed first: operations on rows of four bytes are slow, on long rows fast.
     first, second, third = s.t().contiguous().split(4)
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)))
     mins = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)))
@@ -104,7 +108,7 @@ def _q2_k(b: torch.Tensor) -> torch.Tensor:
 
 def _q3_k(b: torch.Tensor) -> torch.Tensor:
     low = _fields(b[:, 32:96].reshape(-1, 2, 32), 2).view(-1, 8, 32)
-    # A bit that is set stands for no offset.
+    # Where the high bit is not set, ggml subtracts 4.
     values = (low | (_fields(b[:, :32], 1) << 2)).float() - 4
     s = b[:, 96:108]
     scales = _nibbles(s[:, :8]).flatten(1) | (_fields(s[:, 8:], 2).flatten(1) << 4)
@@ -136,7 +140,7 @@ def _iq4_nl(b: torch.Tensor) -> torch.Tensor:
 
 
 def _iq4_xs(b: torch.Tensor) -> torch.Tensor:
-    # Of 16 bits and of 32, two and four a sub-block.
+    # Per sub-block two high bits, from 16 bits, and four low bits, from 32.
     high = _fields(b[:, 2:4], 2).transpose(1, 2).flatten(1)
     low = _nibbles(b[:, 4:8]).transpose(1, 2).flatten(1)
     factors = _f16(b[:, :2]) * ((low | (high << 4)).float() - 32)
@@ -145,21 +149,21 @@ def _iq4_xs(b: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(b: torch.Tensor) -> torch.Tensor:
-    # Half of 2^(e - 127), as the codes are doubled.
+    # Half of 2^(e - 127), because the table of codes is doubled.
     factors = torch.tensor([2.0 ** (e - 128) for e in range(256)])
     values = _look_up(torch.tensor(_E2M1).float(), _nibbles(b[:, 1:])).flatten(1)
     return values * _look_up(factors, b[:, :1])
 
 
 def _nvfp4(b: torch.Tensor) -> torch.Tensor:
-    # Halved, as the codes are doubled.
+    # Halved, because the table of codes is doubled.
     factors = torch.tensor([_unsigned_e4m3(code) / 2 for code in range(256)])
     values = _look_up(torch.tensor(_E2M1).float(), _nibbles(b[:, 4:].view(-1, 4, 8)))
     return (values.flatten(2) * _look_up(factors, b[:, :4])[..., None]).flatten(1)
 
 
 def _unsigned_e4m3(code: int) -> float:
-    """ggml's reading of all 256 codes: the first bit does not count, and 127 is 0."""
+    """ggml's value of each of the 256 codes: the sign bit is ignored, and 127 is 0."""
     exponent, mantissa = (code >> 3) & 15, code & 7
     if code in (0, 127):
         return 0.0

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata say of a model, as the config.json of Hugging Face would. No torch.
+"""Reads a GGUF file's metadata into the keys of Hugging Face's config.json. No torch.
 
 Source: the keys that llama.cpp's converter writes for qwen35, qwen35moe and qwen3next.
 """
@@ -38,12 +38,12 @@ _SAMPLING = {
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
 }
-# Tokens that end a turn or a text, whatever the metadata name.
+# Tokens that end a turn or a text in these families, even if the metadata do not name them.
 _ENDS = ("<|endoftext|>", "<|im_end|>")
 
 
 def architecture_of(container: Container) -> str:
-    """Its general.architecture. Raises ValueError for one that is not supported."""
+    """The file's general.architecture. Raises ValueError for one that is not supported."""
     name = container.metadata.get("general.architecture")
     remedy = "other architectures are not supported"
     if name == "clip":
@@ -55,12 +55,12 @@ def architecture_of(container: Container) -> str:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The metadata of a model, read so that an error names the key and the file."""
+    """The metadata of a model; errors name the key and the file."""
 
     container: Container
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, of the architecture's own where it begins with a point."""
+        """The value of `key`; a key that begins with a dot gets the architecture's name in front."""
         architecture = self.container.metadata.get("general.architecture")
         return self.container.metadata.get(f"{architecture}{key}" if key.startswith(".") else key, default)
 
@@ -85,7 +85,7 @@ class Metadata:
 def hf_config(container: Container) -> dict[str, Any]:
     """The text section of the model's config.json, flat, for a family's reader.
 
-    Raises ValueError that names the key for one that is missing or says what the engine does not compute.
+    Raises ValueError, naming the key, for a missing value and for one that the engine does not support.
     """
     architecture, metadata = architecture_of(container), Metadata(container)
     tensors = container.tensors
@@ -103,7 +103,7 @@ def hf_config(container: Container) -> dict[str, Any]:
     inner, heads = metadata.integer(".ssm.inner_size"), config["linear_num_value_heads"]
     if inner % heads:
         raise metadata.fail(".ssm.inner_size", f"be a multiple of {heads} value heads", inner)
-    _check_rest(metadata, config)
+    _check_unsupported(metadata, config)
     return config | {
         "num_hidden_layers": count - num_nextn,
         "mtp_num_hidden_layers": num_nextn if _has_mtp(container) else 0,
@@ -115,21 +115,21 @@ def hf_config(container: Container) -> dict[str, Any]:
         "rope_theta": metadata.number(".rope.freq_base"),
         "partial_rotary_factor": metadata.integer(".rope.dimension_count") / config["head_dim"],
         "norm_topk_prob": True,
-        # What a release of these families is in; the file's own types are those of its tensors.
+        # The dtype of these families' releases; a GGUF file has a type per tensor only.
         "dtype": "bfloat16",
         "eos_token_id": eos_token_ids(container),
     }
 
 
 def generation_config(container: Container) -> dict[str, Any]:
-    """The sampling parameters that the file recommends, as generation_config.json has them."""
+    """The sampling parameters that the file recommends, with the keys of generation_config.json."""
     metadata = container.metadata
     found = {name: metadata[key] for name, key in _SAMPLING.items() if key in metadata}
     return {name: _shortest(value) for name, value in found.items()}
 
 
 def eos_token_ids(container: Container) -> list[int]:
-    """The ids that end a text or a turn: those that the metadata name, and the families' own."""
+    """The ids that end a text or a turn: those that the metadata name, and those of the families."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     named = {container.metadata[key] for key in keys if key in container.metadata}
     tokens = container.metadata.get("tokenizer.ggml.tokens", ())
@@ -140,8 +140,8 @@ def _has_mtp(container: Container) -> bool:
     return any(".nextn." in name for name in container.tensors)
 
 
-def _check_rest(metadata: Metadata, config: dict[str, Any]) -> None:
-    """Refuse what these families never have and the engine does not compute."""
+def _check_unsupported(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Raise ValueError for features that these families never have and the engine does not support."""
     wanted = {
         ".attention.value_length": config["head_dim"],
         ".rope.scaling.type": "none",
@@ -157,7 +157,10 @@ def _check_rest(metadata: Metadata, config: dict[str, Any]) -> None:
 
 
 def _shortest(value: Any) -> Any:
-    """A float32 as the shortest decimal that is it: the file has 1e-6 as 9.99999997e-07."""
+    """The shortest decimal that rounds to the float32 `value`: a file holds 1e-6 as 9.99999997e-07.
+
+    Other types are returned as they are.
+    """
     if type(value) is not float:
         return value
     short = float(f"{value:.7g}")

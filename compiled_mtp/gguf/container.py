@@ -1,7 +1,7 @@
-"""The container: a GGUF file's metadata and where its tensors lie, before any of them is read.
+"""Reads a GGUF file's header: its metadata, and each tensor's type, shape and offset.
 
-Every length is held against the file before anything of that length is allocated. Source: the GGUF
-specification, versions 2 and 3 (they differ in nothing that a little-endian file shows).
+Every length is checked against the size of the file before anything of that length is allocated. Source: the
+GGUF specification, versions 2 and 3 (version 3 only adds big-endian files).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiled_mtp.gguf.block_types import BLOCK_TYPES, REFUSED_TYPES, BlockType
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Far above what exists: a model of 64 layers has 1,000 tensors, and a tokenizer takes 12 MiB.
+# Limits far above existing files: a model of 64 layers has 1,000 tensors, and a tokenizer takes 12 MiB.
 _MOST_HEADER_BYTES = 256 << 20
 _MOST_TENSORS = _MOST_ENTRIES = 1 << 16
 _MOST_VALUES = 1 << 24
@@ -28,7 +28,7 @@ _MOST_DIMENSIONS = 4
 _MOST_ALIGNMENT = 1 << 20
 _LEAST_STRING = 8
 _STRING, _ARRAY = 8, 9
-# How struct writes the type of a value, by its number in the file.
+# The struct code of a scalar value's type, by the type's number in the file.
 _SCALARS = {number: code for number, code in enumerate("BbHhIif?  Qqd") if code != " "}
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _AGAIN = "download the file again"
@@ -36,8 +36,10 @@ _AGAIN = "download the file again"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as the file describes it: shape is [..., N, K], K contiguous; offset that of its first byte in
-    `file`."""
+    """A tensor as its file describes it.
+
+    shape: [..., N, K], K contiguous. offset: that of its first byte in `file`.
+    """
 
     name: str
     file: Path
@@ -47,7 +49,7 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of K values."""
+        """Bytes of one row of K values."""
         return self.type.bytes_of(self.shape[-1])
 
     @property
@@ -58,7 +60,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Container:
-    """A model's GGUF file, or all parts of it: metadata by key, tensors by name in the files' order."""
+    """A model's GGUF file, or all its parts: metadata by key, tensors by name in the files' order."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -77,28 +79,28 @@ def part_names(name: str) -> list[str]:
 
 
 def part_files(path: Path) -> list[Path]:
-    """Return the files of the model that `path` is, or is a part of. Raises ValueError for absent parts."""
+    """Return all files of the model that `path` is a part of. Raises ValueError for absent parts."""
     files = [path.with_name(name) for name in part_names(path.name)]
     if len(files) == 1:
         return files
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         got = f"no {absent[0]}" + (f" and {len(absent) - 1} more" if len(absent) > 1 else "")
-        raise fail(str(path), f"lie beside all of its {len(files)} parts", got, "download them too")
+        raise fail(str(path), f"be in one folder with all {len(files)} parts", got, "download them too")
     return files
 
 
 def read_container(path: Path) -> Container:
-    """Read what stands before the tensors of the GGUF file `path` and, of one in parts, of all its parts.
+    """Read the header of the GGUF file `path` and, if it is split, of all its parts.
 
-    Raises ValueError that names the file for one that is cut short, damaged, or of another version, and for
-    a tensor of a type that is not decoded.
+    Raises ValueError, naming the file, for one that is cut short, damaged, or of another version, and for a
+    tensor of a type that is not decoded.
     """
     files = part_files(path)
     metadata: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for number, file in enumerate(files):
-        part, held = _read_file(file)
+        part, own_tensors = _read_file(file)
         count = part.get("split.count", 1)
         remedy = "name the parts as they were published, as x-00001-of-0000N.gguf"
         rule = f"be one of {len(files)} parts" if len(files) > 1 else "be a whole model"
@@ -108,7 +110,7 @@ def read_container(path: Path) -> Container:
             check(got == number, str(file), f"be part number {number}", f"number {got}", remedy)
         if number == 0:
             metadata = part
-        for tensor in held:
+        for tensor in own_tensors:
             once = tensor.name not in tensors
             check(once, str(file), "hold each tensor once", f"{shown(tensor.name)} twice", _AGAIN)
             tensors[tensor.name] = tensor
@@ -123,7 +125,7 @@ def _read_file(file: Path) -> tuple[dict[str, Any], list[Tensor]]:
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             check(size >= 24, str(file), "be a GGUF file", f"{size} bytes", _AGAIN)
-            # No more is mapped than is read: the process may be limited in its addresses.
+            # Map only the header: the process's address space may be limited.
             with mmap.mmap(stream.fileno(), min(size, _MOST_HEADER_BYTES), access=mmap.ACCESS_READ) as head:
                 return _Reader(file, head, size).read()
     except OSError as error:
@@ -131,7 +133,7 @@ def _read_file(file: Path) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 class _Reader:
-    """Reads the header of one file from its first bytes `head`; `size` are the file's bytes."""
+    """Reads the header of one file from `head`, its first bytes; `size` is the file's length in bytes."""
 
     def __init__(self, file: Path, head: mmap.mmap, size: int) -> None:
         self.file, self.head, self.size = file, head, size
@@ -153,7 +155,7 @@ class _Reader:
         self._check(is_fine, "have a power of two as general.alignment", alignment)
         described = [self._describe() for _ in range(num_tensors)]
         start = -(-self.at // alignment) * alignment
-        return metadata, list(self._place(described, start, alignment))
+        return metadata, list(self._locate(described, start, alignment))
 
     def _check_version(self) -> None:
         magic = bytes(self._take(4, "its magic number"))
@@ -173,21 +175,21 @@ class _Reader:
         rule = f"have tensors of 1 to {_MOST_DIMENSIONS} dimensions"
         self._check(1 <= count <= _MOST_DIMENSIONS, rule, f"{count} for {shown(name)}")
         sizes = struct.unpack(f"<{count}Q", self._take(8 * count, name))
-        # Products of Python's have no end, so that none wraps around.
+        # Python's integers do not overflow.
         fits = all(sizes) and math.prod(sizes) <= 8 * self.size
         self._check(fits, "hold all values of its tensors", f"{list(sizes)} for {shown(name)}")
         number = self._number("I")
         if number not in BLOCK_TYPES:
             got = f"{REFUSED_TYPES.get(number, f'type number {number}')} for {shown(name)}"
             known = ", ".join(form.name for form in BLOCK_TYPES.values())
-            remedy = "use a file with other quantisation, as Q4_K_M"
+            remedy = "use a file with another quantisation, such as Q4_K_M"
             raise fail(str(self.file), f"have tensors of the types {known}", got, remedy)
         form = BLOCK_TYPES[number]
         rule = f"have rows of whole blocks of {form.block} values"
         self._check(sizes[0] % form.block == 0, rule, f"{sizes[0]} for {shown(name)} ({form.name})")
         return name, form, sizes[::-1], self._number("Q")
 
-    def _place(
+    def _locate(
         self, described: list[tuple[str, BlockType, tuple[int, ...], int]], start: int, alignment: int
     ) -> Iterator[Tensor]:
         for name, form, shape, offset in described:
@@ -237,7 +239,7 @@ class _Reader:
             ) from None
 
     def _take(self, count: int, what: str) -> bytes:
-        """The next `count` bytes, of `what`."""
+        """The next `count` bytes; `what` names them in an error."""
         if count > len(self.head) - self.at:
             rule = f"have at most {_MOST_HEADER_BYTES >> 20} MiB before its tensors"
             if len(self.head) == self.size:

@@ -1,9 +1,9 @@
-"""Which rows of which GGUF tensors make each tensor of the checkpoint that a file was converted from.
+"""From which rows of which GGUF tensors each tensor of the original checkpoint is made.
 
-The converter of llama.cpp renames tensors, adds 1 to norms, keeps -exp(A_log), splits q|k|v|z of Qwen3-Next,
-stacks experts, and puts the value heads of Qwen3.5 in tiles: the first of every key head, then the second.
-Here all of it is undone as data: which rows to take, in which order, and what to do with their values.
-No torch.
+llama.cpp's converter renames tensors, adds 1 to norms, stores -exp(A_log), splits q|k|v|z of Qwen3-Next and
+stacks experts. It reorders the value heads of Qwen3.5 in tiles: the first value head of every key head, then
+the second. This module describes how to undo all that, as data: which rows to take, in which order, and how
+to change their values. No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAYER = {
     "ffn_up_shexp.weight": "mlp.shared_expert.up_proj.weight",
     "ffn_down_shexp.weight": "mlp.shared_expert.down_proj.weight",
 }
-# Those whose stored factor is 1 + weight.
+# Norms, which GGUF stores as 1 + weight.
 _NORMS = {
     "attn_norm.weight": "input_layernorm.weight",
     "post_attention_norm.weight": "post_attention_layernorm.weight",
@@ -48,14 +48,14 @@ _MTP_NORMS = {
     "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
     "nextn.shared_head_norm.weight": "mtp.norm.weight",
 }
-# A row, or a value, for each value head.
+# Tensors with one row, or one value, per value head.
 _PER_HEAD = {
     "ssm_alpha.weight": "in_proj_a.weight",
     "ssm_beta.weight": "in_proj_b.weight",
     "ssm_dt.bias": "dt_bias",
     "ssm_a": "A_log",
 }
-# The parts of each expert's rows that a stack holds, one after another.
+# The projections that a stack holds for each expert, one after another.
 _EXPERTS = {
     "ffn_gate_exps.weight": ("gate_proj",),
     "ffn_up_exps.weight": ("up_proj",),
@@ -66,7 +66,7 @@ _EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` rows of `tensor` from row `start` on; the rows of a stack count through."""
+    """`count` rows of `tensor` from row `start` on; the rows of a stack of matrices are numbered through."""
 
     tensor: Tensor
     start: int
@@ -75,10 +75,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a tensor of the checkpoint is made of: the rows of `runs`, one after another, in its `shape`.
+    """How to make a tensor of the checkpoint: concatenate the rows of `runs` and give them `shape`.
 
-    tiles: its columns lie as [tiles, key heads, width of a head] and go back to [key heads, tiles, width].
-    change: what restores the values. scale: the tensor, and the place in it, of a factor for all values.
+    tiles: (tiles, key heads) of a tensor whose columns are stored as [tiles, key heads, width of a head] and
+    must become [key heads, tiles, width]. change: the operation that restores the values. scale: the tensor
+    that holds a factor for all values, and the factor's index in it.
     """
 
     shape: tuple[int, ...]
@@ -89,10 +90,10 @@ class Source:
 
 
 def checkpoint_sources(container: Container) -> dict[str, Source]:
-    """The source of every tensor by its name in the checkpoint, without the trunk's prefix, in the file's
-    order. A tensor that has no such name keeps its own, so that it can be refused as unused.
+    """The source of every tensor by its name in the checkpoint, without the trunk's prefix, in file order.
 
-    Raises ValueError as `hf_config`.
+    A tensor without a name there keeps its own name, and the loader refuses it as unused. Raises ValueError
+    as `hf_config` does.
     """
     return dict(_Names(container).all())
 
@@ -111,27 +112,28 @@ class _Names:
 
     def all(self) -> Iterator[tuple[str, Source]]:
         for name, tensor in self.tensors.items():
-            if self._is_beside(name):
+            if self._is_factor(name):
                 continue
             targets = list(self._targets(name, tensor))
             scale = self.tensors.get(name.removesuffix("weight") + "scale")
-            for place, (target, source) in enumerate(targets):
+            for number, (target, source) in enumerate(targets):
                 if scale is not None and name.endswith(".weight"):
-                    source = replace(source, scale=(scale, self._index(scale, tensor, place, len(targets))))
+                    source = replace(source, scale=(scale, self._index(scale, tensor, number, len(targets))))
                 yield target, source
 
-    def _index(self, scale: Tensor, tensor: Tensor, place: int, count: int) -> int:
-        """Where the factor of the target `place` of `count` lies: one for all, or one for each expert."""
+    def _index(self, scale: Tensor, tensor: Tensor, number: int, count: int) -> int:
+        """The index in `scale` of the factor of target `number` of `count`: `scale` has one factor in all or
+        one per expert."""
         experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
         rule = f"be 1 or {experts} factors in F32"
         is_fine = scale.shape in ((1,), (experts,)) and scale.type.name == "F32"
         got = f"{scale.type.name} of shape {list(scale.shape)} in {scale.file}"
         check(is_fine, scale.name, rule, got, "convert the model again")
-        return place * scale.shape[0] // count
+        return number * scale.shape[0] // count
 
-    def _is_beside(self, name: str) -> bool:
-        """Whether it belongs to a weight: a factor of NVFP4, and those of activations, which stay as they
-        are."""
+    def _is_factor(self, name: str) -> bool:
+        """Whether the tensor belongs to a weight: its NVFP4 factor, or the factor of its activations, which
+        is not used because activations are not quantised."""
         stem = name.removesuffix(".input_scale").removesuffix(".scale")
         return stem != name and f"{stem}.weight" in self.tensors
 
@@ -166,14 +168,14 @@ class _Names:
         count, rows, columns = tensor.shape
         each = rows // len(parts)
         for expert in range(count):
-            for place, part in enumerate(parts):
-                run = Run(tensor, expert * rows + place * each, each)
+            for number, part in enumerate(parts):
+                run = Run(tensor, expert * rows + number * each, each)
                 yield f"{prefix}mlp.experts.{expert}.{part}.weight", Source((each, columns), (run,))
 
     def _linear_attention(
         self, name: str, prefix: str, part: str, whole: Source
     ) -> Iterator[tuple[str, Source]]:
-        """A tensor of a GDN layer, or one that no layer has."""
+        """The targets of a tensor of a GDN layer; an unknown tensor keeps its name."""
         prefix += "linear_attn."
         tensor = whole.runs[0].tensor
         channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
@@ -202,7 +204,7 @@ class _Names:
         elif not self.is_next and part == "attn_gate.weight" and rows == values:
             yield prefix + "in_proj_z.weight", self._untiled(whole, 0, self.value_dim)
         else:
-            # Of another shape than the config says, or unknown.
+            # Unknown, or with a shape that contradicts the config.
             yield name, whole
 
     @property
@@ -210,23 +212,25 @@ class _Names:
         return not self.is_next and self.per_key > 1
 
     def _untiled(self, source: Source, first: int, width: int) -> Source:
-        """`source` with value heads of `width` rows, from row `first` on, in the checkpoint's order."""
+        """`source` with its value heads, each of `width` rows from row `first` on, in the checkpoint's
+        order."""
         if not self._is_tiled:
             return source
         tensor = source.runs[0].tensor
         heads = range(self.value_heads)
-        places = [head % self.per_key * self.key_heads + head // self.per_key for head in heads]
+        tiled = [head % self.per_key * self.key_heads + head // self.per_key for head in heads]
         runs = [Run(tensor, 0, first)] if first else []
-        return replace(source, runs=(*runs, *(Run(tensor, first + p * width, width) for p in places)))
+        return replace(source, runs=(*runs, *(Run(tensor, first + t * width, width) for t in tiled)))
 
     def _is_paired(self, gate: str) -> bool:
-        """Whether it goes into q|k|v|z."""
+        """Whether the gate z becomes part of in_proj_qkvz: its layer has attn_qkv, and its rows fit."""
         qkv = self.tensors.get(gate.replace("attn_gate", "attn_qkv"))
         values = self.value_heads * self.value_dim
         return qkv is not None and _num_rows(self.tensors[gate]) == values
 
     def _interleaved(self, name: str, prefix: str, whole: Source) -> Iterator[tuple[str, Source]]:
-        """q|k|v|z of one key head after another, as Qwen3-Next stores them."""
+        """in_proj_qkvz from attn_qkv and attn_gate: q|k|v|z of one key head after another, as in
+        Qwen3-Next."""
         gate_name = name.replace("attn_qkv", "attn_gate")
         gate, qkv = self.tensors.get(gate_name), whole.runs[0].tensor
         if gate is None or not self._is_paired(gate_name) or gate.shape[-1] != qkv.shape[-1]:
@@ -243,7 +247,7 @@ class _Names:
 
 
 def _num_rows(tensor: Tensor) -> int:
-    """Rows of a matrix or of a stack; of a vector its values."""
+    """The number of rows of a matrix or a stack of matrices, or of values of a vector."""
     if len(tensor.shape) == 1:
         return tensor.shape[0]
     count = 1

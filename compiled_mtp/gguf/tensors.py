@@ -1,4 +1,4 @@
-"""The tensors of the checkpoint that a GGUF file was converted from, read row by row."""
+"""Reads the tensors of the original checkpoint from a GGUF file, row by row."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from compiled_mtp.gguf.names import Source, checkpoint_sources
 
 
 def stored_tensors(container: Container) -> dict[str, StoredTensor]:
-    """Every tensor by its name in the checkpoint, without the trunk's prefix; see `checkpoint_sources`."""
+    """Every tensor by its name in the checkpoint without the trunk's prefix; see `checkpoint_sources`."""
     return {name: StoredTensor(name, source) for name, source in checkpoint_sources(container).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint, as a GGUF file holds it, by its name without the trunk's prefix."""
+    """A tensor of the checkpoint that a GGUF file stores; `name` is without the trunk's prefix."""
 
     name: str
     source: Source
 
     @property
     def file(self) -> Path:
-        """The file that holds it, or its first part."""
+        """The file of its first rows."""
         return self.source.runs[0].tensor.file
 
     @property
     def dtype(self) -> str:
-        """The types of its blocks."""
+        """The names of its block types."""
         return " and ".join(dict.fromkeys(run.tensor.type.name for run in self.source.runs))
 
     @property
     def is_quantised(self) -> bool:
-        """Whether it lies in blocks of several values."""
+        """Whether its blocks hold several values."""
         return any(run.tensor.type.block > 1 for run in self.source.runs)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in the checkpoint."""
+        """The shape in the checkpoint."""
         return self.source.shape
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its blocks."""
+        """Bytes of all its blocks in the file."""
         return sum(run.tensor.type.bytes_of(run.count * self._width) for run in self.source.runs)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) in float32, in the checkpoint's order and with its values.
+        """Rows [start, stop) in float32, with the order and values of the checkpoint.
 
-        Raises ValueError for a file that was changed since its header was read.
+        Raises ValueError for a file that has become shorter since its header was read.
         """
         out = torch.empty(stop - start, self._width)
         for tensor, first, begin, end in self._parts(start, stop):
@@ -70,7 +70,7 @@ class StoredTensor:
         return self._restored(out).view(stop - start, *self.shape[1:])
 
     def read(self, region: tuple[slice, ...], device: torch.device | None = None) -> torch.Tensor:
-        """The values in `region`, a range of each dimension, in float32 on the CPU whatever the device."""
+        """The float32 values in `region`, a range per dimension; on the CPU, whatever `device` is."""
         return self.rows(region[0].start, region[0].stop)[(slice(None), *region[1:])]
 
     @property
@@ -78,7 +78,7 @@ class StoredTensor:
         return math.prod(self.shape[1:])
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """The tensor, the row in it, and the rows here, of each run within [start, stop)."""
+        """For each run within [start, stop): its tensor, the first row there, and the range of rows here."""
         at = 0
         for run in self.source.runs:
             begin, end = max(start, at), min(stop, at + run.count)
@@ -95,7 +95,7 @@ class StoredTensor:
 
 
 def _read_values(tensor: Tensor, first: int, out: torch.Tensor) -> None:
-    """Fill `out`, contiguous, with the values of `tensor` from number `first` on."""
+    """Fill `out`, contiguous, with the values of `tensor` from index `first` on."""
     form = tensor.type
     rule = f"hold whole blocks of {form.block} values"
     is_whole = first % form.block == 0 and out.numel() % form.block == 0
@@ -105,17 +105,21 @@ def _read_values(tensor: Tensor, first: int, out: torch.Tensor) -> None:
         stream.seek(tensor.offset + form.bytes_of(first))
         view, done = memoryview(raw), 0
         while done < len(raw):
-            # A read is of 2 GiB at most.
+            # The system reads at most 2 GiB per call.
             count = stream.readinto(view[done:])
             if not count:
-                rule, remedy = "stay as it is while it is loaded", "start again"
+                rule, remedy = "stay unchanged while it is loaded", "start again"
                 raise fail(str(tensor.file), rule, f"{len(raw) - done} bytes fewer", remedy)
             done += count
     decode(form, torch.frombuffer(raw, dtype=torch.uint8), out)
 
 
 def _log_of_minus(values: torch.Tensor, tensor: Tensor) -> torch.Tensor:
-    """A_log of -exp(A_log); a number of bfloat16 where the stored one is its image to float32's rounding."""
+    """A_log from the stored -exp(A_log), in float32.
+
+    Where a bfloat16 number gives the stored value up to float32's rounding, it is the result: checkpoints
+    hold A_log in bfloat16.
+    """
     others = values[~(values < 0)].tolist()
     check(not others, tensor.name, "be negative", others[:1], f"convert {tensor.file} again")
     logs = torch.log(-values.double())

@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer, written as the tokenizer.json and tokenizer_config.json of Hugging Face. No torch.
+"""Converts a GGUF file's tokenizer to Hugging Face's tokenizer.json and tokenizer_config.json. No torch.
 
-Source: what llama.cpp's converter writes of a byte-level BPE tokenizer, and how its readers split text before
-merges; the normalisation is that of the checkpoints (NFC), which the file does not name.
+Source: llama.cpp's converter of byte-level BPE tokenizers, and the way llama.cpp splits text before merges.
+The normalisation is that of the checkpoints, NFC: the file does not name it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[LETTER]+|\p{N}"
     r"| ?[^\sLETTER\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How text is split, by tokenizer.ggml.pre. In Qwen3.5 marks belong to the letters.
+# The regular expressions that split text, by tokenizer.ggml.pre. Qwen3.5 counts marks as letters.
 _SPLITS = {
     "qwen2": _SPLIT.replace("LETTER", r"\p{L}"),
     "qwen35": _SPLIT.replace("LETTER", r"\p{L}\p{M}"),
@@ -28,15 +28,18 @@ _CONVERT_AGAIN = "convert the model again"
 
 
 def is_byte_level(container: Container) -> bool:
-    """Whether the file has one of a kind that can be written as tokenizer.json."""
+    """Whether the file's tokenizer is of a kind that `tokenizer_json` can write."""
     metadata = container.metadata
     is_bpe = metadata.get("tokenizer.ggml.model") == "gpt2"
     return is_bpe and metadata.get("tokenizer.ggml.pre") in _SPLITS
 
 
 def tokenizer_json(container: Container) -> str:
-    """The text of its tokenizer.json. Raises ValueError that names the key for one of another kind, and for
-    tokens and merges that do not fit together."""
+    """The text of the file's tokenizer.json.
+
+    Raises ValueError, naming the key, for a tokenizer of another kind and for tokens and merges that do not
+    fit together.
+    """
     path, metadata = container.path, container.metadata
     remedy = "put the tokenizer.json of the checkpoint beside the file"
     for key, wanted in (("model", ("gpt2",)), ("pre", tuple(_SPLITS)), ("add_bos_token", (False, None))):
@@ -77,7 +80,7 @@ def tokenizer_json(container: Container) -> str:
 
 
 def tokenizer_config(container: Container) -> dict[str, Any]:
-    """Its chat template and special tokens, under the names of tokenizer_config.json."""
+    """The file's chat template and special tokens, with the keys of tokenizer_config.json."""
     metadata = container.metadata
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     config: dict[str, Any] = {}

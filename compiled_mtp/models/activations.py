@@ -1,4 +1,4 @@
-"""What a product is given: rows as they are, or quantised by the kernel that made them."""
+"""The activations that a product reads: plain rows, or rows quantised by the kernel that made them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_mtp.ops.quantize_rows import quantize_rows
 
 
 class QuantizedRows(NamedTuple):
-    """Rows in e4m3 with a factor for each 128 columns, and, for who takes them as they are, the rows."""
+    """Rows [M, H] in e4m3 with factors [M, H / 128], and for other readers the plain rows, if they exist."""
 
     values: torch.Tensor
     factors: torch.Tensor
@@ -20,11 +20,11 @@ class QuantizedRows(NamedTuple):
 Activations: TypeAlias = torch.Tensor | QuantizedRows
 
 
-def as_they_are(x: Activations) -> torch.Tensor:
+def plain(x: Activations) -> torch.Tensor:
     """The rows [M, H] in the activations' dtype."""
     if isinstance(x, torch.Tensor):
         return x
-    assert x.rows is not None, "what makes quantised rows alone has readers of those alone"
+    assert x.rows is not None, "a kernel without plain rows must have readers of quantised rows only"
     return x.rows
 
 

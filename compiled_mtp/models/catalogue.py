@@ -1,6 +1,6 @@
-"""The weights of a checkpoint's files, quantised or plain, by the names of plain ones.
+"""The weights in a checkpoint's files, quantised or plain, under the names of plain weights.
 
-A tensor says what it is: a linear X is quantised if its packed tensor is stored (`X.qweight`,
+The stored tensors decide: a linear X is quantised if its packed tensor is stored (`X.qweight`,
 `X.weight_packed`, or an `X.weight` of a packed dtype with its scales), whatever config.json lists.
 """
 
@@ -25,11 +25,11 @@ from compiled_mtp.models.headers import Header, read_headers
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import FP8
 
-# The first that marks a linear stores it.
+# A linear's format is the first of these whose `marks` accepts its tensors.
 FORMATS: tuple[type[PackedWeight], ...] = (
     *(AWQ, GPTQ, PackQuantized, MXFP4, NVFP4, ModeloptNVFP4, ScaledFP8),
 )
-# What may say that a linear is quantised, and with which dtypes; None for any.
+# Names of tensors that mark a linear as quantised if they have one of these dtypes; None for any dtype.
 _MARKERS: Mapping[str, tuple[str, ...] | None] = {
     "qweight": None,
     "weight_packed": None,
@@ -38,17 +38,17 @@ _MARKERS: Mapping[str, tuple[str, ...] | None] = {
 _SUFFIXES = tuple(
     dict.fromkeys(s for form in FORMATS for s in (*form.required, *form.optional, *form.unread))
 )
-# Scales for keys and values in FP8, of which kv_dtype makes its own.
+# Scales of an FP8 KV cache, which are not used: kv_dtype computes scales of its own.
 _SKIPPED = re.compile(r"\.self_attn\.(k_proj\.k|v_proj\.v|[kv]_proj\.output|k|v)_scale$")
 
 
 def read_stored(root: Path) -> dict[str, StoredWeight]:
-    """The weights in the folder, or the GGUF file, `root` by their names without the trunk's prefix, in the
-    files' order: plain tensors, and quantised linears under the name `X.weight`.
+    """The weights in the folder or GGUF file `root`, by name without the trunk's prefix, in the files' order.
 
-    Factors of FP8 in blocks of 128 stand under their release's name, `X.weight_scale_inv`. Reads headers, and
-    of quantised linears a few numbers. Raises ValueError as `read_headers`, for a quantised linear of which a
-    tensor is missing or does not fit, and for a format that is not supported.
+    Quantised linears have the name `X.weight`, and factors of FP8 in blocks of 128 the name that the FP8
+    releases use, `X.weight_scale_inv`. Reads headers and a few numbers of quantised linears. Raises
+    ValueError as `read_headers` does, for a quantised linear with a missing or unfitting tensor, and for a
+    format that is not supported.
     """
     if root.suffix == ".gguf":
         return dict(stored_tensors(read_container(root)))
@@ -85,28 +85,28 @@ def read_stored(root: Path) -> dict[str, StoredWeight]:
 
 
 def _is_in_blocks(parts: Mapping[str, Header]) -> bool:
-    """Whether FP8 values have a factor for each block, and not one for each row or one in all."""
+    """Whether FP8 values have a factor per block, instead of one per row or one in all."""
     shape, scale = parts["weight"].shape, parts["weight_scale"].shape
     is_grid = len(shape) == 2 and scale == FP8.scale_shape(shape)
     return is_grid and scale not in ((1, 1), (shape[0], 1))
 
 
 def check_packed(weights: Iterable[StoredWeight]) -> None:
-    """Raise ValueError for stored numbers that the formats of quantised linears do not allow."""
+    """Raise ValueError for a quantised linear with stored numbers that its format does not allow."""
     for weight in weights:
         if isinstance(weight, PackedWeight):
             weight.check_values()
 
 
 def is_packed(weight: StoredWeight) -> bool:
-    """Whether it is quantised in a format whose values are multiplied out."""
+    """Whether `weight` is quantised in a format that the loader multiplies out."""
     if isinstance(weight, StoredTensor):
         return weight.is_quantised
     return isinstance(weight, PackedWeight)
 
 
 def describe_packed(weights: Mapping[str, StoredWeight]) -> str:
-    """How many weights are stored in which quantised formats, the MTP head's apart; empty for none."""
+    """The number of weights in each quantised format, the MTP head's separately; empty without any."""
     parts = []
     for prefix, of_head in (("", False), ("MTP head: ", True)):
         own = [weight for name, weight in weights.items() if name.startswith("mtp.") is of_head]

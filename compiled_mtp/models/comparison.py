@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files hold what its config.json describes, and in which words they do not."""
+"""Checks that a checkpoint's files hold the tensors that its config.json describes, with readable errors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("BF16", "F32")
 _FC = "mtp.fc.weight"
-# How many names a message lists of each kind.
+# The most names of each kind that a message lists.
 _FEW = 5
-# In the names of what PEFT saves.
+# Parts of the names of tensors that PEFT saves.
 _ADAPTER_MARKS = (".lora_", ".base_layer.", ".modules_to_save.")
 
 
@@ -35,10 +35,11 @@ def checked_layout(
     with_mtp: bool,
     allow_extra: bool,
 ) -> tuple[dict[str, Stored], list[str]]:
-    """The whole model's layout, without factors, once the files in `path` are known to hold just that, or
-    more if allow_extra; and the names of what is more.
+    """Check the files in `path` against the whole model's layout; return that without factors, and the unused
+    tensors.
 
-    Raises ValueError that names the first tensors that are missing, unused, or of another shape or dtype.
+    with_mtp False leaves the MTP head out of the layout. allow_extra permits unused tensors. Raises
+    ValueError that names the first tensors that are missing, unused, or of another shape or dtype.
     """
     if with_mtp and not any(name.startswith("mtp.") for name in headers):
         raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
@@ -49,7 +50,7 @@ def checked_layout(
         raise fail(fc.name, "be plain: exporters that quantise mtp.fc spoil the MTP head", fc.dtype, remedy)
     layout = FAMILIES[config.family].layout(config, headers, formats)
     required = [n for n in with_scales(layout, formats) if with_mtp or not n.startswith("mtp.")]
-    # A tied model's head has been found to be its embedding once more (`as_stored`).
+    # `as_stored` has found that a tied model's stored head equals its embedding.
     used = {n: h for n, h in headers.items() if not (config.tie_word_embeddings and n == HEAD)}
     unused, misfitting, without_scale = _compare(layout, used)
     missing = list(dict.fromkeys([n for n in required if n not in headers] + without_scale))
@@ -66,7 +67,10 @@ def checked_layout(
 
 
 def check_counts(config: ModelConfig, headers: Mapping[str, StoredWeight]) -> None:
-    """Compare what the layout counts through with the files, so that a wrong number costs no time."""
+    """Raise ValueError if config.json's numbers of layers, experts or value heads do not fit the files.
+
+    Checked first, because a wrong number would make a huge layout.
+    """
     parts = [name.split(".", 2) for name in headers if name.startswith("layers.")]
     num_layers = len({part[1] for part in parts})
     if num_layers:
@@ -85,7 +89,7 @@ def check_counts(config: ModelConfig, headers: Mapping[str, StoredWeight]) -> No
 def _compare(
     layout: Mapping[str, Stored], headers: Mapping[str, StoredWeight]
 ) -> tuple[list[str], list[str], list[str]]:
-    """The stored tensors that are unused and misfitting, and the factors that stored weights lack."""
+    """Return the names of unused tensors, of misfitting ones, and of factors that stored weights lack."""
     unused, wrong, without_scale = [], [], []
     for name, header in headers.items():
         weight = name.removesuffix(FP8.scale_suffix)
@@ -102,7 +106,7 @@ def _compare(
         dtypes: tuple[str, ...] = _FLOATS
         if is_scale:
             shape, dtypes = FP8.scale_shape(shape), _SCALES
-        elif has_scale and len(shape) == 2:  # Stacked experts with scales are no released format.
+        elif has_scale and len(shape) == 2:  # No release stores stacked experts with scales.
             dtypes = (FP8.header_dtype,)
         if header.shape != shape:
             wrong.append(f"{shown(header.name)} of shape {shown(list(header.shape))} for {list(shape)}")
@@ -117,7 +121,7 @@ def check_parameters(
     path: str | Path,
     formats: Formats = NO_FORMATS,
 ) -> None:
-    """Raise ValueError that names the first parameters that `layout` does not fill exactly."""
+    """Raise ValueError, naming the first parameters, if `layout` does not fill all `parameters` exactly."""
     four_bits = {name for name, form in formats.items() if form.group and name in parameters}
     parameters = {
         name: _codes_of(parameter) if name in four_bits else parameter
@@ -127,7 +131,7 @@ def check_parameters(
     filled = dict.fromkeys(parameters, 0)
     wrong = []
     for stored in layout.values():
-        # A convolution's weight [C,1,4] is kept as [C,4].
+        # The parameter of a convolution's weight [C, 1, 4] is [C, 4].
         is_conv = len(stored.shape) == 3 and not stored.is_stack
         row = stored.shape[2:] if stored.is_stack or is_conv else stored.shape[1:]
         for piece in stored.pieces:
@@ -144,12 +148,12 @@ def check_parameters(
 
 
 def _codes_of(words: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape of the codes in `words`, without memory."""
+    """A meta tensor with the shape of the codes in `words`."""
     return torch.empty((words.shape[0], words.shape[1] * 4), device="meta")
 
 
 def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) -> str:
-    """What is likely to be wrong and what to do about it, or nothing."""
+    """The likely cause of the mismatch and its remedy; empty if neither is known."""
     if any(mark in name for name in unused for mark in _ADAPTER_MARKS):
         return "these are an adapter's: merge it into its base model (PEFT: merge_and_unload) and save that"
     wanted = set(missing)
@@ -165,6 +169,7 @@ def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) 
 
 
 def first_few(names: Iterable[str]) -> str:
+    """The first names as text, with the number of the others."""
     names = list(names)
     few = ", ".join(map(shown, names[:_FEW]))
     return few if len(names) <= _FEW else f"{few} and {len(names) - _FEW} more"

@@ -1,4 +1,4 @@
-"""What the text section of a Hugging Face config.json says of a model, as fields of ModelConfig."""
+"""Reads the text section of a Hugging Face config.json into fields of ModelConfig."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from compiled_mtp.errors import check
 from compiled_mtp.models.config_keys import FIX, Keys
 from compiled_mtp.models.formats.claims import SECTION, claims_of
 
-# Far above what exists, and few enough that a wrong number costs no time and no memory before the weights'
-# headers tell that it is wrong.
+# Far above existing models, and small enough that a wrong number takes neither time nor memory before the
+# weights' headers contradict it.
 MOST_LAYERS = 4096
-# The same for ids: masks of grammars are made for all of them, before the weights.
+# The same for ids: grammars make masks of all ids before the weights are read.
 MOST_IDS = 1 << 24
-# Keys that, where present, must hold one of these values: the engine computes nothing else.
+# Keys that, if present, must have one of these values: the engine supports no others.
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hidden_act", ("silu",), "other activations are not supported"),
     ("attention_bias", (False, None), "attention biases are not supported"),
@@ -29,9 +29,10 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def text_fields(keys: Keys, top: dict[str, Any]) -> dict[str, Any]:
-    """Every field but the family's name and the FFN's, from the text section `keys` and the top level."""
+    """Every field except the family's name and those of the FFN, from the text section `keys` and the top
+    level."""
     values = keys.values
-    # A key that changes results must not pass unseen because it stands beside the text section.
+    # Both levels: a key that changes results must not be missed because it is outside the text section.
     for section in (values, top):
         _check_supported(Keys(section))
     num_layers, hidden_size = keys.integer("num_hidden_layers", most=MOST_LAYERS), keys.integer("hidden_size")
@@ -68,7 +69,7 @@ def dense_ffn(keys: Keys) -> dict[str, Any]:
 
 
 def moe_ffn(keys: Keys, *, norm_topk_prob: bool = True) -> dict[str, Any]:
-    """The fields of a mixture of experts with a shared one."""
+    """The fields of a mixture of experts with a shared expert."""
     experts, top_k = keys.integer("num_experts"), keys.integer("num_experts_per_tok")
     check(top_k <= experts, "num_experts_per_tok", f"be at most num_experts ({experts})", top_k, FIX)
     size, shared = keys.integer("moe_intermediate_size"), keys.integer("shared_expert_intermediate_size")
@@ -118,9 +119,9 @@ def _linear_attention_fields(keys: Keys) -> dict[str, Any]:
 
 
 def _check_supported(keys: Keys) -> None:
-    """Refuse what the engine does not compute, in the text section or at the top level."""
+    """Raise ValueError for features that the engine does not support, in one section of config.json."""
     for key, allowed, why in _ONLY:
-        # As JSON, in which 1, 1.0 and true differ.
+        # Compared as JSON, in which 1, 1.0 and true differ.
         got = json.dumps(keys.values.get(key, allowed[0]))
         check(got in map(json.dumps, allowed), key, f"be {json.dumps(allowed[0])}", got, why)
     is_off = keys.values.get("use_sliding_window") is False
@@ -138,7 +139,7 @@ def _check_supported(keys: Keys) -> None:
 
 def _layer_pattern(keys: Keys, num_layers: int) -> tuple[bool, ...]:
     types = keys.values.get("layer_types")
-    # Memory is counted in blocks of a KV cache.
+    # The memory plan counts blocks of a KV cache, so there must be a layer with full attention.
     no_attention = "models without full attention are not supported"
     if types is None:
         interval = keys.integer("full_attention_interval", 4)
@@ -156,13 +157,17 @@ def _layer_pattern(keys: Keys, num_layers: int) -> tuple[bool, ...]:
 
 
 def _rope(keys: Keys) -> tuple[float, float]:
-    """Theta and the rotary part of a head; M-RoPE sections do not matter to text, whose axes are equal."""
+    """Theta and the rotary share of a head.
+
+    M-RoPE sections do not matter: in text all axes have equal positions.
+    """
     rope = Keys(keys.values | keys.section("rope_parameters"))
     return rope.number("rope_theta"), rope.number("partial_rotary_factor", 0.25)
 
 
 def _mtp_num_layers(keys: Keys) -> int:
-    # Qwen3-Next names no count and ships one layer; a checkpoint without it still decodes with mtp_step 0.
+    # Qwen3-Next's config.json has no count, and its releases have one layer. A checkpoint without that layer
+    # still decodes with mtp_step 0.
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     name = next((n for n in names if n in keys.values), names[1])
     count = keys.integer(name, 1, least=0)

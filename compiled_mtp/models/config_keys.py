@@ -14,6 +14,10 @@ FIX = "fix config.json"
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object in the JSON file `path`, empty for an optional file that does not exist.
+
+    Raises ValueError for any other file.
+    """
     if optional and not path.is_file():
         return {}
     try:
@@ -27,13 +31,14 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Keys:
-    """A section of config.json whose reads name the key that is missing or malformed."""
+    """A section of config.json. Its methods raise ValueError, naming the key, for a missing or bad value."""
 
     values: dict[str, Any]
 
     def number(self, key: str, default: float | None = None) -> float:
+        """The positive finite number under `key`."""
         value: Any = self.values.get(key, default)
-        # By type, for a bool is an int; bounded, for JSON may hold NaN, Infinity and integers without end.
+        # Compare types, because a bool is an int. JSON may hold NaN, Infinity and integers of any length.
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise fail(key, "be a positive number", value, FIX)
         return float(value)
@@ -41,6 +46,7 @@ class Keys:
     def integer(
         self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None
     ) -> int:
+        """The integer under `key`, from `least` to `most`."""
         value = self.values.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise fail(key, f"be an integer of at least {least}", value, FIX)
@@ -49,13 +55,14 @@ class Keys:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
+        """The bool under `key`."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise fail(key, "be true or false", value, FIX)
         return value
 
     def section(self, key: str) -> dict[str, Any]:
-        """The object under `key`, empty where there is none."""
+        """The object under `key`, empty if there is none."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
             raise fail(key, "be an object", repr(value), FIX)

@@ -1,7 +1,7 @@
-"""The head that drafts read, where it is not the target's: fewer rows, or rows in FP8.
+"""A head of the drafts' own, with fewer rows than the target's or with rows in FP8.
 
-It costs acceptance where the target draws an id that is missing or that rounding has moved, and never a
-token.
+It changes no token. It lowers acceptance where the target draws an id that is missing in it, or whose logit
+is changed by rounding.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from compiled_mtp.ops.fp8 import quantize_weight, scale_shape
 
 
 class DraftHead(NamedTuple):
-    """weight [n, H] of the target's dtype, or FP8 with scale [ceil(n/128), ceil(H/128)]; None: the target's.
+    """The tensors of a draft head.
 
-    ids [n] int64: those of the rows; None for 0, 1, ...
+    weight: [n, H] in the target's dtype, or in FP8 with scale [ceil(n/128), ceil(H/128)]; None for the
+    target's head. ids: [n] int64, those of the rows; None for 0, 1, ...
     """
 
     weight: torch.Tensor | None = None
@@ -28,18 +29,21 @@ class DraftHead(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftHeadPlan:
-    """Which rows of the target's head drafts read, ascending, None for all, and whether in FP8."""
+    """The rows of the target's head that the draft head has, ascending, None for all, and whether in FP8."""
 
     ids: tuple[int, ...] | None
     is_fp8: bool
 
     @property
     def num_ids(self) -> int | None:
-        """How many rows, None for all."""
+        """The number of rows, None for all."""
         return None if self.ids is None else len(self.ids)
 
     def make(self, head: torch.Tensor, take_rows: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:
-        """Copy what is needed of the target's head [V, H], of which take_rows gives the rows of ids [n]."""
+        """Return the draft head, copied from the target's head [V, H].
+
+        take_rows(ids [n]) gives rows of the whole head, of which a rank has only some in `head`.
+        """
         ids = None
         if self.ids is not None:
             ids = torch.tensor(self.ids, dtype=torch.int64, device=head.device)
@@ -49,7 +53,7 @@ class DraftHeadPlan:
         return DraftHead() if ids is None else DraftHead(weight, None, ids)
 
     def num_bytes(self, head: torch.Tensor) -> int:
-        """What `make` takes of the device's memory."""
+        """Bytes of the device that the result of `make` takes."""
         rows, width = self.num_ids or len(head), head.shape[1]
         if not self.is_fp8:
             return rows * width * head.itemsize if self.ids is not None else 0

@@ -1,4 +1,4 @@
-"""Which ids drafts are chosen from, as `draft_vocab` says; no torch."""
+"""The ids from which drafts are chosen, as `draft_vocab` sets them; no torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 from compiled_mtp.errors import check, fail, quote, shown
 
-# Some thirty times what every id of a large vocabulary takes; a device may have no end.
+# Some thirty times what all ids of a large vocabulary take. A limit, because a device file may never end.
 _MOST_CHARACTERS = 2**26
 _MAKE_ONE = "make one with `compiled-mtp rank-vocabulary`"
 
 
 def read_ids(path: Path, num_valid_ids: int) -> list[int]:
-    """The ids in a file, one a line or a JSON list of them, in its order.
+    """The ids in a file, one per line or as a JSON list, in the file's order.
 
-    Raises ValueError, naming draft_vocab and what is wrong, for a file that cannot be read, without ids, with
-    something that is no id, with an id twice, or with one beyond num_valid_ids.
+    Raises ValueError, naming draft_vocab, for a file that cannot be read, that has no ids, an entry that is
+    no id, an id twice, or an id of num_valid_ids or more.
     """
     try:
         with path.open(encoding="utf-8") as stream:
             text = stream.read(_MOST_CHARACTERS + 1)
-    except (OSError, ValueError) as error:  # What is no UTF-8, a path with a zero in it.
+    except (OSError, ValueError) as error:  # ValueError: text that is no UTF-8, a path with a null byte.
         rule = "be a number of ids or a readable file of ids"
         raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
     rule = f"name a file of at most {_MOST_CHARACTERS} characters"
@@ -32,13 +32,13 @@ def read_ids(path: Path, num_valid_ids: int) -> list[int]:
     try:
         entries = json.loads(text) if text.startswith("[") else [json.loads(e) for e in text.split()]
     except (ValueError, RecursionError) as error:
-        rule = "name a file with an id a line or a JSON list of them"
+        rule = "name a file with one id per line or a JSON list of ids"
         raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
     ids: list[int] = []
     seen: set[int] = set()
     assert isinstance(entries, list)
     for entry in entries:
-        # A bool is an int of Python's.
+        # Compare types, because a bool is an int.
         if type(entry) is not int or not 0 <= entry < num_valid_ids:
             rule = f"name ids in 0..{num_valid_ids - 1} only"
             remedy = f"drop it from {path}, or count anew with this checkpoint's tokenizer"
@@ -55,9 +55,9 @@ def read_ids(path: Path, num_valid_ids: int) -> list[int]:
 def choose_draft_ids(
     draft_vocab: int | Path | None, num_valid_ids: int, eos_token_ids: Collection[int]
 ) -> tuple[int, ...] | None:
-    """The ids that drafts are chosen from, ascending, None for all; eos ids are always among them.
+    """The ids from which drafts are chosen, ascending, None for all; eos ids are always included.
 
-    Raises ValueError for more than num_valid_ids, and as `read_ids`.
+    Raises ValueError for more than num_valid_ids, and as `read_ids` does.
     """
     if draft_vocab is None:
         return None

@@ -1,7 +1,7 @@
-"""Model families: all that the engine has to know of one, in a record.
+"""Model families: one record holds all that the engine knows of a family.
 
-To add a family, write its record here: a function that reads its config.json (from the parts in
-config_fields.py), its tensor layout (layout.py), and, where its layers differ, modules of its own.
+To add a family, write its record here: a function that reads its config.json (built from those in
+config_fields.py), its tensor layout (layout.py), and, if its layers differ, modules of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from compiled_mtp.models.weight_format import Formats
 
 @dataclass(frozen=True)
 class Family:
-    """What makes a family.
+    """A model family.
 
-    model_types: what config.json calls it, at its top level or in its text section. read(text section, top
-    level) gives the fields of ModelConfig but `family` and those of sampling; it raises ValueError for what
-    the engine does not compute. layout(config, stored names, formats) is `checkpoint_layout` of its tensors.
-    target and draft are called with (config, dtype, device, formats).
+    model_types: its names in config.json, at the top level or in the text section. read(text section, top
+    level) returns the fields of ModelConfig except `family` and those of sampling; it raises ValueError for
+    features that the engine does not support. layout(config, stored names, formats) returns the layout of its
+    tensors, see `checkpoint_layout`. target and draft are called with (config, dtype, device, formats,
+    communicator).
     """
 
     name: str
@@ -43,7 +44,7 @@ def _read_dense(text: Keys, top: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_moe(text: Keys, top: dict[str, Any]) -> dict[str, Any]:
-    # Qwen3.5-MoE has no key norm_topk_prob and always renormalises.
+    # Qwen3.5-MoE's config.json has no norm_topk_prob: it always renormalises.
     return text_fields(text, top) | moe_ffn(text)
 
 

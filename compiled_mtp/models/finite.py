@@ -1,4 +1,4 @@
-"""Whether weights are numbers at all: a check at load, where the tensor can still be named."""
+"""Finds weights with NaN or infinity at load time, when the tensor can still be named."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Name = TypeVar("Name")
 
 @torch.no_grad()
 def find_not_finite(tensors: Mapping[Name, torch.Tensor]) -> list[Name]:
-    """The names of those with an element that is NaN or infinite.
+    """The names of the tensors with an element that is NaN or infinite.
 
-    One reduction a tensor where it lies, and one look at all results. Takes no memory but for FP8.
+    Runs one reduction per tensor on its device and reads all results at once. Only FP8 tensors take temporary
+    memory.
     """
     if not tensors:
         return []
@@ -23,12 +24,12 @@ def find_not_finite(tensors: Mapping[Name, torch.Tensor]) -> list[Name]:
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """A bool [] on the tensor's device."""
+    """Whether all elements are finite: bool [] on the tensor's device."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     if tensor.dtype == torch.float8_e4m3fn:
-        # It has no infinity, and one NaN of either sign: all bits but the sign's.
+        # e4m3fn has no infinity, and one NaN per sign: all bits set except the sign bit.
         return ((tensor.view(torch.uint8) & 0x7F) != 0x7F).all()
-    # A NaN is passed on by both ends.
+    # Minimum and maximum are both NaN if any element is.
     low, high = torch.aminmax(tensor)
     return low.isfinite() & high.isfinite()

@@ -1,6 +1,7 @@
-"""Four-bit weights that a GPU's products read as codes: which parameters keep them, how they are filled.
+"""Four-bit weights that a GPU's products read as codes: which parameters keep codes, and how they are filled.
 
-Every row of a weight has its own scales, so rows of several stored tensors merge at any block of 16 rows.
+Every row of a weight has its own scales, so a parameter may merge rows of several stored tensors at any block
+of 16 rows.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from compiled_mtp.models.weight_format import Formats, WeightFormat, four_bits
 from compiled_mtp.ops import int4
 
 _SCALES = (torch.float16, torch.bfloat16)
-# Codes that are unpacked at a time, in a few integers each.
+# Codes that are unpacked at a time; each takes a few integers.
 _CODES_AT_ONCE = 1 << 24
 
 
 def has_codes(weights: Mapping[str, StoredWeight]) -> bool:
-    """Whether any of a checkpoint's weights could stay four-bit codes."""
+    """Whether any of a checkpoint's weights has four-bit integer codes."""
     return any(isinstance(weight, IntegerWeight) and weight.bits == 4 for weight in weights.values())
 
 
 def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device: torch.device) -> Formats:
-    """The formats of the parameters that stay four-bit codes on `device`, of a `layout` made as if every
-    in_proj did: those of products whose every stored tensor has such codes, in groups of one size."""
+    """The formats of the parameters that stay four-bit codes on `device`.
+
+    These are the weights of products all of whose stored tensors have such codes, in groups of one size.
+    `layout` must be made for formats in which every in_proj keeps its codes.
+    """
     found: dict[str, WeightFormat | None] = {}
     for name, stored in layout.items():
         form = _format_of(weights.get(name))
@@ -40,19 +44,19 @@ def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device
 
 
 def made_up_formats(layout: Layout, group: int, device: torch.device) -> Formats:
-    """The formats of a model without a checkpoint whose products have four-bit weights."""
+    """The formats of a model with four-bit weights that is filled without a checkpoint."""
     form = four_bits(group, torch.bfloat16)
     parameters = {piece.parameter for stored in layout.values() for piece in stored.pieces}
     return {name: form for name in parameters if form.parameters.search(name) and form.is_read_on(device)}
 
 
 def _is_in_blocks(piece: WeightShard) -> bool:
-    """Whether its rows fill whole blocks of a parameter's."""
+    """Whether the shard's rows fill whole blocks of rows of a parameter."""
     return piece.start % int4.ROWS == piece.rows % int4.ROWS == 0
 
 
 def _format_of(weight: StoredWeight | None) -> WeightFormat | None:
-    """How a stored linear is kept; None if no product reads its codes."""
+    """The format that keeps a stored linear's codes; None if no product reads them."""
     if not isinstance(weight, IntegerWeight) or weight.bits != 4 or weight.scale_dtype not in _SCALES:
         return None
     rows, columns = weight.shape
@@ -65,12 +69,12 @@ def _format_of(weight: StoredWeight | None) -> WeightFormat | None:
 def fill_four_bits(
     weight: StoredWeight, piece: WeightShard, words: torch.Tensor, groups: torch.Tensor
 ) -> None:
-    """Write the piece of a stored linear into the parameter `words` [N, K / 4] and its `groups`
-    [K / group, N, 2], which are mutated, some rows at a time."""
+    """Write the shard `piece` of a stored linear into the parameter `words` [N, K / 4] and its `groups`
+    [K / group, N, 2], some rows at a time. Mutates both."""
     assert isinstance(weight, IntegerWeight)
     rows, columns = piece.region(weight.shape)
     group = words.shape[1] * 4 // groups.shape[0]
-    # Wider groups than a product's step have their scale several times.
+    # A stored group wider than a product's step has its scale repeated.
     first = torch.arange(columns.start, columns.stop, group, device=words.device)
     of_stored = first // weight.group - columns.start // weight.group
     step = max(1, _CODES_AT_ONCE // (columns.stop - columns.start) // int4.ROWS) * int4.ROWS

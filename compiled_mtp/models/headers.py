@@ -1,4 +1,4 @@
-"""The headers of a checkpoint's files: what is stored, before any of it is read."""
+"""Reads the headers of a checkpoint's safetensors files: names, dtypes and shapes, but no tensors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from safetensors import SafetensorError, safe_open
 from compiled_mtp.errors import fail, shown
 from compiled_mtp.models.stored_weight import StoredWeight
 
-# Longest first: one is a prefix of the other.
+# The longest first: the second is a prefix of the first.
 _TRUNK_PREFIXES = ("model.language_model.", "model.")
-# What no trunk's prefix stands before.
-_APART = ("mtp.", "lm_head.")
+# The beginnings of names that have no trunk's prefix.
+_UNPREFIXED = ("mtp.", "lm_head.")
 _SKIPPED_PREFIXES = ("model.visual.",)
 _AGAIN = "download it again"
 
 
 class OpenFiles:
-    """Files that are opened when something of them is first read, and stay mapped."""
+    """Files that are opened at their first read and stay mapped."""
 
     def __init__(self) -> None:
         self._files: dict[Path, Any] = {}
 
     def read(self, file: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """A region of the tensor `name`, with a range for each of its dimensions."""
+        """Read a region of the tensor `name`: one range per dimension."""
         if file not in self._files:
             self._files[file] = safe_open(file, framework="pt", device="cpu")
         tensors = self._files[file]
@@ -39,7 +39,7 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class Header:
-    """A tensor as the header of its file describes it; `name` is the full one, with the prefix."""
+    """A tensor as the header of its file describes it; `name` is the full name, with the prefix."""
 
     file: Path
     name: str
@@ -49,15 +49,16 @@ class Header:
     files: OpenFiles = field(default_factory=OpenFiles, compare=False, repr=False)
 
     def read(self, region: tuple[slice, ...], device: torch.device | None = None) -> torch.Tensor:
-        """What lies in `region` (a range of each dimension), on the CPU whatever the device."""
+        """The values in `region`, a range per dimension, in the stored dtype; on the CPU, whatever `device`
+        is."""
         return self.files.read(self.file, self.name, region)
 
 
 def read_headers(root: Path) -> dict[str, Header]:
-    """The tensors of the checkpoint folder `root` by name without the trunk's prefix, in the order in which
-    they lie in the files; the vision tower is left out.
+    """The tensors of the checkpoint folder `root`, by name without the trunk's prefix, in the files' order.
 
-    Raises ValueError for files that are no safetensors files, and for such as do not belong together.
+    The vision tower is left out. Raises ValueError for files that are not valid safetensors files, for a
+    tensor that is stored twice, and for files that contradict the index.
     """
     found: dict[str, Header] = {}
     for header in _read_files(root):
@@ -78,11 +79,11 @@ def _without_prefix(name: str) -> str:
 
 
 def stored_name(name: str, headers: Mapping[str, StoredWeight]) -> str:
-    """`name`, of a tensor that `headers` may lack, with the trunk's prefix as the files have it."""
-    if name.startswith(_APART):
+    """`name` with the trunk's prefix that the files use; `headers` need not have that tensor."""
+    if name.startswith(_UNPREFIXED):
         return name
-    # A quantised linear goes by the name of one of its tensors.
-    plain = {n: h.name for n, h in headers.items() if not n.startswith(_APART) and h.name.endswith(n)}
+    # Only plain tensors: a quantised linear has the name of one of its tensors.
+    plain = {n: h.name for n, h in headers.items() if not n.startswith(_UNPREFIXED) and h.name.endswith(n)}
     trunk = (full.removesuffix(n) for n, full in plain.items())
     return next(trunk, "") + name
 
@@ -100,19 +101,20 @@ def _read_files(root: Path) -> list[Header]:
         absent = sorted(file.name for file in listed - set(files))
         if absent:
             whole, remedy = root / "model.safetensors", "download them"
-            if whole in files:  # transformers leaves the index of an older save.
+            if whole in files:  # transformers does not delete the index of an older save.
                 remedy = f"remove {index.name} if {whole.name} is the newer save, else download them"
             raise ValueError(
                 f"model must have the files its index names, got no {shown(absent)} in {root}; {remedy}"
             )
-        # A head added to a released trunk may be missing from the index; other weights may not belong to it.
+        # An MTP head that was added to a release may be missing from the index. Other files may belong to
+        # another save.
         stray = [
             f.name for f in files if f not in listed and not all(_is_mtp(h.name) for h in _header(f, opened))
         ]
         if stray:
             raise ValueError(
-                f"model must have no weights beside its index, got {shown(stray)} in {root}; remove what is "
-                "older: these files, or the index with the files that it names"
+                f"model must have no weights outside its index, got {shown(stray)} in {root}; remove the "
+                "older save: these files, or the index with the files that it names"
             )
     if not files:
         raise ValueError(f"model must have *.safetensors files, got none in {root}; convert or download them")
@@ -120,7 +122,7 @@ def _read_files(root: Path) -> list[Header]:
 
 
 def _read_index(index: Path) -> list[str]:
-    """The names of the files that the index lists: files of its own folder."""
+    """The names of the files that the index lists. Raises ValueError for files outside its folder."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -139,15 +141,15 @@ def _read_index(index: Path) -> list[str]:
 def _header(file: Path, opened: OpenFiles) -> list[Header]:
     """The header of one file. Source: the safetensors format (a length in 8 bytes, then JSON)."""
     try:
-        # Opening maps the file and checks all that its header says against its length: a download that was
-        # cut short must not come to light only after the parameters are allocated.
+        # Opening maps the file and checks its header against its length, so that a truncated download is
+        # found before the parameters are allocated.
         with safe_open(file, framework="pt", device="cpu"), file.open("rb") as stream:
             entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"model must hold safetensors files, got {file} ({shown(error)}); download it again"
         ) from None
-    except RuntimeError as error:  # The kernel maps no file that is far larger than its memory.
+    except RuntimeError as error:  # The kernel refuses to map a file that is far larger than memory.
         remedy = "use a smaller model or more memory"
         raise fail("free memory", "allow the weights to be mapped", f"{file} ({error})", remedy) from None
     entries.pop("__metadata__", None)

@@ -1,4 +1,4 @@
-"""A checkpoint folder's JSON files, read into a ModelConfig. Source: the configuration classes of Hugging
+"""Reads a checkpoint folder's JSON files into a ModelConfig. Source: the configuration classes of Hugging
 Face transformers 5."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SAMPLING_KEYS = (
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """Read config.json, generation_config.json and the tokenizer's eos of the checkpoint folder `path`, and
-    what its tensors say better (`as_stored`); or the metadata of the GGUF file `path`.
+    """Read the ModelConfig of a checkpoint folder or a GGUF file.
 
-    Raises ValueError for a directory that is no such checkpoint and for every feature the engine does not
-    compute, each by name.
+    A folder's config comes from config.json, generation_config.json and the tokenizer's eos, corrected by the
+    stored tensors (`as_stored`); a GGUF file's comes from its metadata. Raises ValueError for a directory
+    that is no such checkpoint, and, by name, for every feature that the engine does not support.
     """
     root = Path(path)
     if root.suffix == ".gguf":
@@ -56,7 +56,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
 
 
 def _read_gguf(path: Path) -> ModelConfig:
-    """The same of a GGUF file, whose metadata say all of it."""
+    """The ModelConfig of a GGUF file, from its metadata."""
     container = read_container(path)
     text = hf_config(container)
     family = MODEL_TYPES[text["model_type"]]
@@ -69,7 +69,7 @@ def _read_gguf(path: Path) -> ModelConfig:
 def _sampling_fields(
     root: Path, top: dict[str, Any], text: dict[str, Any], generation: dict[str, Any]
 ) -> dict[str, Any]:
-    """Default sampling parameters, and the union of all eos ids (a turn ends with another id than a text)."""
+    """The default sampling parameters, and all eos ids: a turn and a text end with different ids."""
     remedy = "fix the checkpoint's JSON files"
     eos: set[int] = set()
     for section in (top, text, generation):
@@ -80,7 +80,7 @@ def _sampling_fields(
         eos.update(ids)
     eos.update(_tokenizer_eos(root))
     wrong = sorted(i for i in eos if not 0 <= i < text["vocab_size"])
-    check(not wrong, "eos_token_id", f"lie in the vocabulary of {text['vocab_size']}", wrong, remedy)
+    check(not wrong, "eos_token_id", f"be ids below vocab_size ({text['vocab_size']})", wrong, remedy)
     defaults = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
     for key, value in defaults.items():
         check(type(value) in (int, float), key, "be a number", repr(value), "fix generation_config.json")
@@ -90,7 +90,7 @@ def _sampling_fields(
 
 
 def _tokenizer_eos(root: Path) -> list[int]:
-    """The id of the eos token that the tokenizer's files name, or nothing where they name none."""
+    """The id of the eos token that the tokenizer's files name, in a list; empty if they name none."""
     token: Any = None
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = token or read_json(root / file, optional=True).get("eos_token")

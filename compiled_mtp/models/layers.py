@@ -1,8 +1,8 @@
-"""The layers of the hybrid models: straight modules that take their caches as arguments.
+"""The layers of the hybrid models: plain modules that take their caches as arguments.
 
-Residual adds live in `add_rms_norm`, never beside a matmul: Inductor would turn `x + y @ W` into an addmm
-whose residual is copied device to device first. A layer therefore maps (x, residual) to (x, residual),
-where the true activation is their sum; in decode x may still lie in parts [P, M, H] (`linear_partials`).
+Only `add_rms_norm` adds residuals: Inductor would turn `x + y @ W` into an addmm that first copies the
+residual on the device. A layer therefore maps (x, residual) to (x, residual), and the activation is their
+sum; x may still be split-K partials [P, M, H] (`linear_partials`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.cache.state_cache import GDNLayer
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.activations import Activations, QuantizedRows, as_they_are, quantized
+from compiled_mtp.models.activations import Activations, QuantizedRows, plain, quantized
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.models.weight_format import PLAIN, ParameterFactory
@@ -39,11 +39,12 @@ from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias; weight [out_features, in_features] in its format, with its factors if it has
-    any. x and y have the activations' dtype; where the format quantises rows, x is multiplied in e4m3.
+    """y = x W^T without bias; weight [out_features, in_features] in its format, with factors if it has any.
 
-    Of several ranks each holds some of the weight's rows or, is_before_norm, neighbouring columns of it, and
-    where a prompt's sums have no shares, also some rows of the whole: prompt_weight.
+    x and y have the activations' dtype; if the format quantises rows, x is multiplied in e4m3. With several
+    ranks each holds some of the weight's rows or, if is_before_norm, a range of its columns. If prompts are
+    summed without K splits (keeps_prompt_rows), it then also holds some rows of the whole weight,
+    prompt_weight.
     """
 
     weight: nn.Parameter
@@ -68,19 +69,19 @@ class Linear(nn.Module):
         self.is_before_norm = is_before_norm
         self.is_float32 = make.dtype == torch.float32
         self.communicator = communicator = make.communicator
-        # What decides bits is looked up by the whole weight's rows.
+        # Choices that decide bits depend on the rows of the whole weight.
         self.whole_n = 0 if communicator is None or is_before_norm else out_features * communicator.world
         self.has_prompt_rows = communicator is not None and is_before_norm and communicator.keeps_prompt_rows
         if communicator is not None and self.has_prompt_rows:
             shape = (out_features // communicator.world, in_features * communicator.world)
             make.add_weight(self, "prompt_weight", *shape, like="weight")
-        # Of quantised rows a GPU adds up a prompt's products without shares.
+        # A GPU sums a prompt's products of quantised rows without K splits.
         self.has_prompt_order = make.device.type != "cpu"
         self.whole_k = in_features * communicator.world if communicator is not None and is_before_norm else 0
-        # Of a rank's piece the exchange adds the parts up.
-        self.num_partials, self.num_large_m_partials = self._part_counts()
-        # `settle_resident` decides. An exchange between ranks counts on a fence. So does a draft's layer,
-        # which reads positions and slots early that were made just before: fc is that fence.
+        # Of this rank's shard; the communicator adds the partials of all ranks.
+        self.num_partials, self.num_large_m_partials = self._partial_counts()
+        # `choose_resident` decides. A communicator needs fences. So does a draft's layer, which reads early
+        # positions and slots that were written just before it: fc, which is never resident, is that fence.
         self.may_be_resident = may_be_resident and communicator is None
         self.is_gated = is_gated
         self.resident = False
@@ -90,19 +91,21 @@ class Linear(nn.Module):
             return linear_w8a8(*quantized(x), self.weight, self.weight_scale, self.is_float32)
         is_prefill = isinstance(rows, PrefillRows)
         if self.has_codes:
-            return linear_w4a16(as_they_are(x), *self.codes, False, is_prefill)
+            return linear_w4a16(plain(x), *self.codes, False, is_prefill)
         how = (is_prefill, self.whole_n, 0, self.resident and not is_prefill)
-        return linear(as_they_are(x), self.weight, self.weight_scale, False, *how)
+        return linear(plain(x), self.weight, self.weight_scale, False, *how)
 
     def partials(self, x: Activations, rows: Rows) -> torch.Tensor:
-        """y for `RMSNorm.add`: [P, M, out_features], P parts that it adds up, or stacked, or of a prompt's
-        quantised rows on a GPU the sum. Of several ranks' parts each is what one makes.
+        """y for `RMSNorm.add`: split-K partials [P, M, out_features], or stacked as by `linear_partials`.
+
+        For a prompt's quantised rows on a GPU the sum [M, out_features]. With several ranks one partial per
+        rank, or only the sum of these.
         """
         is_prefill, communicator = isinstance(rows, PrefillRows), self.communicator
         if is_prefill and self.has_prompt_rows:
             return self._prompt_sums(x)
         weight, factors, whole_k = self.weight, self.weight_scale, self.whole_k
-        # Ranks have a program for each number of rows.
+        # Several ranks have one program per number of rows, so that they need no stacked form.
         is_stacked = self._is_stacked and not is_prefill and communicator is None
         if self.quantizes_rows:
             if is_prefill and self.has_prompt_order:
@@ -113,11 +116,11 @@ class Linear(nn.Module):
             partials = linear_w8a8_partials(values, x_scale, weight, factors, *last)
             dtype = torch.float32 if self.is_float32 else torch.bfloat16
         elif self.has_codes:
-            x = as_they_are(x)
+            x = plain(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
             partials = linear_w4a16_partials(x, *self.codes, count, whole_k, is_prefill, is_stacked)
         else:
-            x = as_they_are(x)
+            x = plain(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
             how = (is_prefill, is_stacked, self.resident and not is_prefill)
             partials = linear_partials(x, weight, factors, count, 0, whole_k, *how)
@@ -129,8 +132,8 @@ class Linear(nn.Module):
         assert self.weight_scale is not None
         return self.weight, self.weight_scale
 
-    def _part_counts(self) -> tuple[int, int]:
-        """Of few rows and of many."""
+    def _partial_counts(self) -> tuple[int, int]:
+        """The numbers of partials of a product of few rows and of a large-M product."""
         count = count_w8a8_partials if self.quantizes_rows else count_partials
         if self.has_codes:
             count = count_w4a16_partials
@@ -139,25 +142,27 @@ class Linear(nn.Module):
 
     @property
     def _is_stacked(self) -> bool:
-        """Whether the number of parts follows that of the rows: see `linear_partials`."""
+        """Whether the number of partials depends on the number of rows; see `linear_partials`."""
         return self.num_partials != self.num_large_m_partials
 
     def _count_of(self, x: torch.Tensor) -> int:
-        """The parts of a product of so many rows: no choice between them, which would be one of the program,
-        but an expression that holds for every batch size."""
+        """The number of partials for the rows of x: an expression that holds for every batch size.
+
+        A branch would decide once per program, which serves several batch sizes.
+        """
         few, many = self.num_partials, self.num_large_m_partials
         return few if few == many else few + (many - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
-        """A prompt's sums [1, M, out_features]: a rank makes those of its rows of the weight, of all of x."""
+        """A prompt's sums [1, M, out_features]: each rank multiplies the whole x by its rows of a weight."""
         communicator, weight, factors = self.communicator, self.prompt_weight, self.prompt_weight_scale
         assert communicator is not None
         if self.has_codes:
-            whole = communicator.gather_columns(as_they_are(x))
+            whole = communicator.gather_columns(plain(x))
             assert factors is not None
             sums = linear_w4a16_partials(whole, weight, factors, 1, 0, True)[0]
         elif not self.quantizes_rows:
-            whole = communicator.gather_columns(as_they_are(x))
+            whole = communicator.gather_columns(plain(x))
             whole_n = weight.shape[0] * communicator.world
             sums = linear_partials(whole, weight, factors, 1, whole_n, 0, True)[0]
         elif self.has_prompt_order:
@@ -187,7 +192,8 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm(x + residual), x + residual); a missing residual counts as zero.
 
-        x [M, H], or with a residual the parts [P, M, H] of it, of which kept_rows [N] may name some.
+        x: [M, H], or with a residual its partials [P, M, H]. kept_rows [N]: with a residual the rows to
+        return, None for all.
         """
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
@@ -196,8 +202,8 @@ class RMSNorm(nn.Module):
     def add_for(
         self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[Activations, torch.Tensor]:
-        """`add`, the norm also quantised where `reader` multiplies quantised rows."""
-        # Narrower rows are fewer groups than the norm's program has blocks.
+        """Do what `add` does, and also quantise the norm if `reader` multiplies quantised rows."""
+        # Narrower rows have fewer groups of 128 than the norm's program has blocks.
         if residual is None or not reader.quantizes_rows or self.weight.shape[0] < 256:
             return self.add(x, residual)
         norm, residual, values, factors = add_rms_norm_quantized(x, residual, self.weight, self.eps)
@@ -228,7 +234,7 @@ class Attention(nn.Module):
     def write_keys(
         self, x: Activations, rows: Rows, kv: KVLayer, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the rows' keys and values into `kv`; returns their q|gate|k|v and their queries."""
+        """Write the rows' keys and values into `kv`; return their q|gate|k|v and their queries."""
         qkv = self.qkv(x, rows)
         q = qk_norm_rope_kv_write(
             qkv,
@@ -265,10 +271,10 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention by the gated delta rule; one merged projection q|k|v|z|b|a.
+    """Linear attention by the gated delta rule; in_proj is one merged projection q|k|v|z|b|a.
 
-    An FP8 release stores b and a in bfloat16: where in_proj is not plain it is q|k|v|z and ba_proj, which is
-    None otherwise, b|a.
+    FP8 releases store b and a in bfloat16: if in_proj is not plain, it is q|k|v|z, and ba_proj is b|a; else
+    ba_proj is None.
     """
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
@@ -316,12 +322,12 @@ class GatedDeltaNet(nn.Module):
         else:
             assert isinstance(rows, DecodeRows)
             if self.ba_proj is not None:
-                # Its few programs take half as long as in_proj, and run beside it.
-                ba = linear_side(as_they_are(x), self.ba_proj.weight)
+                # A side product: its few programs run beside in_proj's and take half as long.
+                ba = linear_side(plain(x), self.ba_proj.weight)
             q, k, v, exp_g, beta = spec_conv1d(*inputs, rows.start, *self.heads, ba)
             rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
-            place = (rows.state_index, rows.base, rows.start)
-            norm = (self.norm_weight, *rings, *place, *last, self.out_proj.resident)
+            cursors = (rows.state_index, rows.base, rows.start)
+            norm = (self.norm_weight, *rings, *cursors, *last, self.out_proj.resident)
             y = gdn_verify(q, k, v, exp_g, beta, z, *norm)
         return self.out_proj.partials(y, rows)
 
@@ -347,11 +353,11 @@ class MLP(nn.Module):
         elif isinstance(rows, PrefillRows) or self.quantizes_rows:
             y = silu_mul(self.gate_up(x, rows))
         elif self.gate_up.has_codes:
-            y = linear_w4a16_silu_mul(as_they_are(x), *self.gate_up.codes)
+            y = linear_w4a16_silu_mul(plain(x), *self.gate_up.codes)
         else:
             gate_up = self.gate_up
             how = (gate_up.whole_n, 0, gate_up.resident)
-            y = linear_silu_mul(as_they_are(x), gate_up.weight, gate_up.weight_scale, *how)
+            y = linear_silu_mul(plain(x), gate_up.weight, gate_up.weight_scale, *how)
         return self.down.partials(y, rows)
 
 
@@ -381,8 +387,8 @@ class DecoderLayer(nn.Module):
         cos_sin: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.input_norm.add_for(self.mixer, x, residual)
-        place = (cache, cos_sin) if self.is_full_attention else (cache,)
-        x = self.mixer(normed, rows, *place)
+        caches = (cache, cos_sin) if self.is_full_attention else (cache,)
+        x = self.mixer(normed, rows, *caches)
         normed, residual = self.post_norm.add_for(self.ffn, x, residual)
         return self.ffn(normed, rows), residual
 

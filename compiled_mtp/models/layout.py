@@ -1,11 +1,11 @@
 """Which tensors a checkpoint stores, and which rows and columns of which parameters they fill.
 
-`checkpoint_layout` is the whole mapping, as data. `kept_columns` says which parameters can keep the format
-that they are stored in: those whose every row is stored so and whose parts begin at a block of rows, so that
-factors merge by rows of blocks. All others are multiplied out. In a released FP8 model every projection and
-every expert is kept. b and a of the GDN input projection are bfloat16 there, so q|k|v|z becomes an FP8 weight
-and b|a a weight of its own; with mtp.fc, norms and convolutions that leaves 0.6 % of the bytes of the layers
-of a 27B in bfloat16. Embedding and head are bfloat16 too.
+`checkpoint_layout` is the whole mapping, as data. `kept_columns` names the parameters that can keep the
+format of their stored tensors: every row is stored in it and every shard begins at a block of rows, so that
+factors merge by rows of blocks. All others are multiplied out. In a released FP8 model every
+projection and every expert keeps its format. These releases store b and a of the GDN input projection in
+bfloat16, so q|k|v|z becomes an FP8 weight and b|a a separate weight. With mtp.fc, norms and convolutions,
+0.6 % of the bytes of a 27B's layers are bfloat16. Embedding and head are bfloat16 too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from compiled_mtp.models.weight_format import NO_FORMATS, Formats, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """`rows` rows of a stored tensor, from row `source` on, that fill `parameter` from row `start` on.
+    """`rows` rows of a stored tensor, from row `source` on, which fill `parameter` from row `start` on.
 
-    Of a stack of experts [E, N, K] rows are those of each expert: a stored matrix fills the expert `expert`,
-    a stored stack the experts from `expert` on; None for a parameter that is no stack. `columns` are the
-    first and the one past the last of the stored columns that fill the parameter's, None for all.
+    In a stack of experts [E, N, K] these are rows of each expert: a stored matrix fills the expert `expert`,
+    a stored stack the experts from `expert` on. expert is None for a parameter that is no stack. columns: the
+    stored columns that fill the parameter's, the first and one past the last; None for all.
     """
 
     parameter: str
@@ -37,7 +37,7 @@ class WeightShard:
     columns: tuple[int, int] | None = None
 
     def region(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Where the piece lies in a stored tensor of that shape."""
+        """The ranges of the shard in a stored tensor of that shape."""
         whole = [slice(0, size) for size in shape]
         whole[int(self.expert is not None and len(shape) == 3)] = slice(self.source, self.source + self.rows)
         if self.columns is not None:
@@ -45,11 +45,11 @@ class WeightShard:
         return tuple(whole)
 
     def size_of(self, shape: Sequence[int]) -> int:
-        """Its numbers in a stored tensor of that shape."""
+        """The number of the shard's values in a stored tensor of that shape."""
         return math.prod(part.stop - part.start for part in self.region(shape))
 
-    def place_in(self, parameter: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The view of `parameter` that the piece of a stored tensor of that shape fills."""
+    def view_of(self, parameter: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The view of `parameter` that the shard of a stored tensor of that shape fills."""
         rows = slice(self.start, self.start + self.rows)
         if self.expert is None:
             return parameter[rows]
@@ -60,7 +60,7 @@ class WeightShard:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a checkpoint: the shape it must have and where its rows go."""
+    """A tensor of a checkpoint: the shape that it must have, and the shards that its rows fill."""
 
     shape: tuple[int, ...]
     pieces: tuple[WeightShard, ...]
@@ -72,7 +72,7 @@ class Stored:
 
 
 Layout = Mapping[str, Stored]
-"""Every tensor that a checkpoint stores, by its name without the trunk's prefix."""
+"""Every tensor that a checkpoint stores, by name without the trunk's prefix."""
 
 
 def checkpoint_layout(
@@ -82,12 +82,12 @@ def checkpoint_layout(
     *,
     is_interleaved: bool = False,
 ) -> dict[str, Stored]:
-    """Every tensor that a checkpoint of `config` stores but the factors of weights, which follow from those.
+    """Every tensor that a checkpoint of `config` stores, except weights' factors (see `with_scales`).
 
-    `names` are the names it does store (without prefix): they decide whether the experts of the trunk, and
-    those of the MTP layer, lie stacked in one tensor or in a tensor each. Names of the MTP head begin 'mtp.'.
-    `formats` are those of the parameters: a GDN layer's b|a fill ba_proj where in_proj is not plain.
-    `is_interleaved`: the GDN input projections store their parts key head by key head. Source: the names in
+    names: those that it does store, without prefix. They decide whether the experts of the trunk, and those
+    of the MTP layer, are stacked in one tensor or stored in one tensor each. Names of the MTP head begin with
+    'mtp.'. formats: those of the parameters; a GDN layer's b|a fill ba_proj if in_proj is not plain.
+    is_interleaved: the GDN input projections store q, k, v and z key head by key head. Source: the names in
     the released checkpoints.
     """
     h, vocab = config.hidden_size, config.vocab_size
@@ -97,7 +97,7 @@ def checkpoint_layout(
     }
     if not config.tie_word_embeddings:
         layout["lm_head.weight"] = _whole("lm_head.weight", vocab, h)
-    gdn = _gdn_interleaved if is_interleaved else _gdn_in_parts
+    gdn = _gdn_interleaved if is_interleaved else _gdn_separate
     is_stacked = any(n.startswith("layers.") and n.endswith(".experts.gate_up_proj") for n in names)
     for i, is_attention in enumerate(config.is_full_attention):
         prefix = f"layers.{i}."
@@ -115,18 +115,18 @@ def checkpoint_layout(
 
 
 def kept_columns(layout: Layout, form: WeightFormat, is_stored: Callable[[str], bool]) -> dict[str, int]:
-    """The parameters that can be kept in `form`, of a `layout` made as if every in_proj were, and how many
-    columns each has.
+    """The parameters that can keep `form`, each with its number of columns.
 
-    `is_stored(name)` says whether the checkpoint stores a tensor in that format with its factors. A mixture's
-    gate|up and down are kept both or neither, as their operator wants them.
+    `layout` must be made for formats in which every in_proj keeps `form`. is_stored(name) says whether the
+    checkpoint stores that tensor in `form` with its factors. A mixture's gate|up and down keep it both or
+    neither, because one operator reads both.
     """
     is_kept: dict[str, bool] = {}
     columns: dict[str, int] = {}
     for name, stored in layout.items():
         fits = len(stored.shape) == 2 and is_stored(name)
         for piece in stored.pieces:
-            # As every part begins at a block, every part but the last ends at one.
+            # If every shard begins at a block, every shard except the last also ends at one.
             fits = fits and piece.start % form.block == 0 and piece.source % form.block == 0
         for parameter in {piece.parameter for piece in stored.pieces}:
             able = form.parameters.search(parameter) is not None
@@ -139,11 +139,12 @@ def kept_columns(layout: Layout, form: WeightFormat, is_stored: Callable[[str], 
 
 
 def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
-    """`layout` and the factors of what is kept in its format: what fills X has factors that fill X_scale."""
+    """`layout` with the factors of weights that keep their format: a tensor that fills X has factors that
+    fill X_scale."""
     whole = dict(layout)
     for name, stored in layout.items():
         form = formats.get(stored.pieces[0].parameter)
-        # The scales of four-bit codes are filled with the codes.
+        # `fill_four_bits` fills the scales of four-bit codes together with the codes.
         if form is not None and form.has_factors and not form.group:
             pieces = tuple(_scale_piece(piece, form.block) for piece in stored.pieces)
             whole[name + form.scale_suffix] = Stored(form.scale_shape(stored.shape), pieces)
@@ -194,7 +195,8 @@ def _attention(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
 
 
 _GDNInputs = Callable[[ModelConfig, str, str, str, int], dict[str, Stored]]
-"""Where in_proj (and, from a row on, the gates' weight) comes from: config, source, in_proj, gates, row."""
+"""Makes the layout of a GDN layer's input projections from config, source prefix, the names of in_proj and of
+the weight with b|a, and the row at which b begins in the latter."""
 
 
 def _gdn(c: ModelConfig, prefix: str, formats: Formats, inputs: _GDNInputs) -> dict[str, Stored]:
@@ -211,8 +213,8 @@ def _gdn(c: ModelConfig, prefix: str, formats: Formats, inputs: _GDNInputs) -> d
     }
 
 
-def _gdn_in_parts(c: ModelConfig, src: str, in_proj: str, gates: str, first: int) -> dict[str, Stored]:
-    """Qwen3.5 stores q|k|v, z, b and a, each whole."""
+def _gdn_separate(c: ModelConfig, src: str, in_proj: str, gates: str, first: int) -> dict[str, Stored]:
+    """Qwen3.5 stores q|k|v, z, b and a in one tensor each."""
     nv, v_dim, conv, h = c.linear_num_value_heads, c.linear_value_dim, c.linear_conv_dim, c.hidden_size
     return {
         f"{src}in_proj_qkv.weight": _part(in_proj, 0, conv, h),
@@ -223,7 +225,7 @@ def _gdn_in_parts(c: ModelConfig, src: str, in_proj: str, gates: str, first: int
 
 
 def _gdn_interleaved(c: ModelConfig, src: str, in_proj: str, gates: str, first: int) -> dict[str, Stored]:
-    """Qwen3-Next stores q|k|v|z, and b|a, of one key head after another."""
+    """Qwen3-Next stores q|k|v|z in one tensor and b|a in another, both key head by key head."""
     qkvz = (c.linear_conv_dim + c.linear_value_dim, c.hidden_size)
     ba = (2 * c.linear_num_value_heads, c.hidden_size)
     return {
@@ -233,7 +235,7 @@ def _gdn_interleaved(c: ModelConfig, src: str, in_proj: str, gates: str, first: 
 
 
 def _split_qkvz(c: ModelConfig, parameter: str) -> Iterator[WeightShard]:
-    """From q|k|v|z of one key head after another to all q, then all k, v and z."""
+    """The shards that reorder q|k|v|z, stored key head by key head, to all q, then all k, all v, all z."""
     per_key = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
     parts = (
         (0, c.linear_key_head_dim),
@@ -249,7 +251,7 @@ def _split_qkvz(c: ModelConfig, parameter: str) -> Iterator[WeightShard]:
 
 
 def _split_ba(c: ModelConfig, parameter: str, start: int) -> Iterator[WeightShard]:
-    """The same for the gates: b|a of one key head after another."""
+    """The shards that reorder b|a, stored key head by key head, to all b, then all a."""
     per_key = c.linear_num_value_heads // c.linear_num_key_heads
     for head in range(c.linear_num_key_heads):
         for part in range(2):
@@ -267,7 +269,7 @@ def _dense(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
 
 
 def _moe(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stored]:
-    """Routed experts 0..E-1, the shared expert as number E, and its gate as row E of the router."""
+    """Routed experts 0..E-1, the shared expert as expert E, and its gate as row E of the router."""
     h, mi, e = c.hidden_size, c.moe_intermediate_size, c.num_experts
     gate_up, down = f"{dst}ffn.gate_up", f"{dst}ffn.down"
     layout = {

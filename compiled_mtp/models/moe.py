@@ -1,5 +1,4 @@
-"""Mixture of experts: one router with the shared expert's gate as its last row, one stack with it as expert
-E."""
+"""Mixture of experts. The shared expert is expert E of the stacks, and its gate is the router's last row."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from torch import nn
 
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.activations import Activations, as_they_are, quantized
+from compiled_mtp.models.activations import Activations, plain, quantized
 from compiled_mtp.models.rows import PrefillRows, Rows
 from compiled_mtp.models.weight_format import ParameterFactory
 from compiled_mtp.ops.linear import linear
@@ -24,7 +23,7 @@ from compiled_mtp.ops.moe_router import moe_router
 
 
 class Router(nn.Module):
-    """Rows 0..E-1 score the routed experts, row E is the shared expert's gate; weight [E + 1, hidden]."""
+    """Scores the routed experts by rows 0..E-1 and gates the shared one by row E; weight [E + 1, hidden]."""
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
@@ -37,13 +36,13 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """sum over the top-k experts of p_e down_e(silu(gate_e x) * up_e x), plus the gated shared expert.
 
-    The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format; where
-    it has factors, `gate_up_scale` and `down_scale` hold those of each expert, else they are None.
+    The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format. If it
+    has factors, `gate_up_scale` and `down_scale` hold those of each expert, else they are None.
 
-    Of several ranks each holds some of the hidden columns of every expert: gate's, up's and down's; `forward`
-    then gives the ranks' parts [P, M, hidden], which the norm adds up, and else the sums [M, hidden]. Where a
-    prompt's sums have no shares, and always of quantised rows, ranks gather the hidden values instead, and
-    each makes the sums of some of down's rows: `prompt_down`, or `down` itself.
+    `forward` returns sums [M, hidden]. With several ranks each holds a share of every expert's width, in
+    gate, up and down, and `forward` returns one partial per rank [P, M, hidden], which the norm adds. For
+    quantised rows, and for prompts that are summed without K splits, the ranks gather the hidden values
+    instead, and each computes the columns of its rows of down (`prompt_down`, or `down` itself).
     """
 
     gate_up: nn.Parameter
@@ -73,26 +72,26 @@ class MoE(nn.Module):
         self.is_float32 = make.dtype == torch.float32
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
-        weights, ids = moe_router(self.router(as_they_are(x), rows), self.top_k, self.renormalize)
+        weights, ids = moe_router(self.router(plain(x), rows), self.top_k, self.renormalize)
         stacks, scales = (self.gate_up, self.down), (self.gate_up_scale, self.down_scale)
         is_prefill, communicator = isinstance(rows, PrefillRows), self.communicator
         if self.quantizes_rows and communicator is None:
             return moe_experts_w8a8(*quantized(x), weights, ids, *stacks, *scales, self.is_float32)
         if communicator is not None and (self.quantizes_rows or (is_prefill and self.has_prompt_rows)):
             return communicator.gather_columns(self._some_sums(x, weights, ids, communicator))
-        x = as_they_are(x)
+        x = plain(x)
         y = moe_experts(x, weights, ids, *stacks, *scales, is_prefill, self.whole_width)
         return y if communicator is None else communicator.gather_partials(y[None], x.dtype)
 
     def _some_sums(
         self, x: Activations, weights: torch.Tensor, ids: torch.Tensor, communicator: Communicator
     ) -> torch.Tensor:
-        """[M, hidden / world]: of the hidden values of all ranks, what this one's rows of down make."""
+        """[M, hidden / world]: the sums of this rank's rows of down, over the hidden values of all ranks."""
         gate_up, scale = self.gate_up, self.gate_up_scale
         if self.quantizes_rows:
             hidden = moe_hidden_w8a8(*quantized(x), ids, gate_up, scale, self.is_float32)
             values, factors = communicator.gather_quantized(*hidden)
             down = (self.down, self.down_scale)
             return moe_sums_w8a8(values, factors, weights, ids, *down, self.is_float32)
-        whole = communicator.gather_columns(moe_hidden(as_they_are(x), ids, gate_up, scale))
+        whole = communicator.gather_columns(moe_hidden(plain(x), ids, gate_up, scale))
         return moe_sums(whole, weights, ids, self.prompt_down, self.prompt_down_scale)

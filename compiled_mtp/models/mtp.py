@@ -9,25 +9,24 @@ from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm
-from compiled_mtp.models.resident import settle_resident
+from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.rms_norm import pair_norm
 
-# Draft KV slot j holds the pair (token j, hidden j - 1), so slot 0 has no pair and is never read.
+# Entry j of the draft's KV is made of the pair (token j, hidden j - 1): entry 0 has none and is never read.
 FIRST_DRAFT_KEY = 1
 
 
 class DraftModel(nn.Module):
     """h' = norm(layer(fc [norm_e(embedding); norm_h(hidden)])), the embedding half first.
 
-    `forward(table [V, H], token_ids [M], hidden [M, H], rows, kv, cos_sin, kept_rows)` returns h' [M, H]:
-    what the shared head reads and what the next pass of a chain takes as `hidden`; with kept_rows [N] int64
-    that of those rows alone. `table` is the target's embedding, `hidden` of a first pass the target's after
-    its final norm. Writes the pairs' keys and values into `kv`.
-    Embeddings [M, H] may come in place of token ids: as the table, with 0 .. M-1 as the ids. `formats` are
-    those of the parameters by their full names; those of this model begin 'mtp.'. `communicator` is the way
-    to the other ranks where `config` is that of one of several.
+    `forward(table [V, H], token_ids [M], hidden [M, H], rows, kv, cos_sin, kept_rows)` returns h' [M, H], or
+    only that of kept_rows [N] int64. The shared head reads h', and the next pass of a chain takes it as
+    `hidden`. `table` is the target's embedding; `hidden` of a first pass is the target's hidden state after
+    its final norm. Writes the pairs' keys and values into `kv`. To pass embeddings [M, H] instead of token
+    ids, pass them as the table with the ids 0 .. M-1. `formats`: those of the parameters by their full names,
+    which begin with 'mtp.' here. `communicator`: connects the ranks if `config` is one rank's share.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class DraftModel(nn.Module):
         layer = make.part("layer")
         self.layer = DecoderLayer(layer, config, is_full_attention=True, first_key=FIRST_DRAFT_KEY)
         self.norm = RMSNorm(make.part("norm"), size, eps)
-        settle_resident(self)
+        choose_resident(self)
 
     def forward(
         self,
@@ -71,8 +70,8 @@ class DraftModel(nn.Module):
         kv: KVLayer,
         cos_sin: torch.Tensor,
     ) -> None:
-        """Write the pairs' keys and values into `kv` as `forward` does, and nothing else: in a model of one
-        layer they depend on the pair alone."""
+        """Write the pairs' keys and values into `kv` as `forward` does, and compute nothing else: in a model
+        of one layer they depend on the pair alone."""
         x = self._pairs(table, token_ids, hidden, rows)
         attention = self.layer.mixer
         assert isinstance(attention, Attention)

@@ -1,4 +1,4 @@
-"""Which matrices of a CPU's engine are packed for its products."""
+"""Packs the weights of a CPU's products in half precision, where `ops.packed_weight` allows it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def pack_weights(
     formats: Formats,
     communicator: Communicator | None,
 ) -> None:
-    """Pack what `ops.packed_weight.pack` takes of the products of both models; the weights stay as they are.
+    """Pack the products' weights of both models that `ops.packed_weight.pack` accepts; keep the weights too.
 
-    The whole weights' sizes and values alone decide what is packed, in the shares of K in which it is summed,
-    so tokens do not depend on anything else: what a rank has is packed where the pieces of all can be.
-    config: of the whole model.
+    Only the whole weights' sizes and values decide what is packed, so tokens do not depend on the number of
+    ranks: a rank packs its shard of a weight if all ranks can pack theirs. A weight that is summed in K
+    splits is packed per K split. config: of the whole model. Attaches the packed copies to the weights.
     """
     models = [target] if draft is None else [target, draft]
     whole: list[nn.Module] = [*models]
@@ -61,7 +61,7 @@ def pack_weights(
 
 
 def _products(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, int]]:
-    """The matrices of products, each with the shares that a whole one's K is summed in."""
+    """The weights of products, each with the number of K splits in which the whole weight is summed."""
     for model in models:
         for module in model.modules():
             for weight in weights_of([module]):
@@ -72,7 +72,7 @@ def _products(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, int]]
 
 
 def _most(values: list[int], communicator: Communicator | None) -> list[int]:
-    """The largest of all ranks' values, one by one."""
+    """For each value the largest of all ranks' values."""
     if communicator is None or not values:
         return values
     most: list[int] = communicator.gather(torch.tensor(values)).amax(0).tolist()

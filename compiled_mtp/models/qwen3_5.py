@@ -1,4 +1,4 @@
-"""The target model. One module serves Qwen3-Next, Qwen3.5, Qwen3.5-MoE and Qwen3.6: they differ in config
+"""The target model: one module for Qwen3-Next, Qwen3.5, Qwen3.5-MoE and Qwen3.6, which differ in config
 alone."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
-from compiled_mtp.models.resident import settle_resident
+from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.linear import linear
@@ -32,12 +32,12 @@ class TargetModel(nn.Module):
     """Embedding, hybrid layers, final norm and head.
 
     `forward(inputs, rows, kv_cache, state_cache, cos_sin)` returns the hidden states after the final norm [M,
-    hidden_size]; writes keys, values, conv inputs, GDN states and records of its rows into the caches.
-    `inputs` are token ids [M] int64 or the rows' embeddings [M, hidden_size] in the weights' dtype, which for
-    a round a kernel of torch must have made behind what its rows' positions come from (`Launch`). `formats`
-    are those of the parameters by their full names; embedding and head are always plain. `communicator` is
-    the way to the other ranks where `config` is that of one of several: each has its rows of the head, and
-    all have the logits.
+    hidden_size] and writes keys, values, conv inputs, GDN states and ring entries of its rows to the caches.
+    `inputs`: token ids [M] int64, or embeddings [M, hidden_size] in the weights' dtype; for a round a torch
+    kernel, which is a fence (`Launch`), must make embeddings after the kernel that makes the rows' positions.
+    `formats`: those of the parameters by their full names; embedding and head are always plain.
+    `communicator`: connects the ranks if `config` is one rank's share. Each rank then has some rows of the
+    head, and all ranks get all logits.
     """
 
     tied_head: torch.Tensor
@@ -63,15 +63,15 @@ class TargetModel(nn.Module):
             self.lm_head = Linear(make.part("lm_head"), config.hidden_size, config.head_vocab_size)
         self.is_tied = config.tie_word_embeddings
         if communicator is not None and self.is_tied:
-            # One tensor for good: a CPU keeps what it packs with it.
+            # Always the same tensor object: a CPU attaches the packed weight to it.
             own = self.embed.weight.chunk(communicator.world)[communicator.rank]
             self.register_buffer("tied_head", own, persistent=False)
         self.vocab_size = config.vocab_size
-        settle_resident(self)
+        choose_resident(self)
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The output head shared by target and draft, [vocab_size, hidden_size], or a rank's rows of it."""
+        """The output head of target and draft [vocab_size, hidden_size], or this rank's rows of it."""
         if not self.is_tied:
             return self.lm_head.weight
         if self.communicator is not None:
@@ -80,7 +80,7 @@ class TargetModel(nn.Module):
         return weight
 
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [n, hidden_size] of the whole head, for ids [n] int64; every rank must ask for the same."""
+        """Rows [n, hidden_size] of the whole head for ids [n] int64; every rank must pass the same ids."""
         if self.communicator is None:
             return self.head_weight[ids]
         size = self.head_weight.shape[0]
@@ -90,9 +90,9 @@ class TargetModel(nn.Module):
     def logits(
         self, hidden: torch.Tensor, head: torch.Tensor | None = None, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[M, hidden_size] to float32 logits [M, vocab_size]; of prompts too, whose rows here are few.
+        """float32 logits [M, vocab_size] of hidden states [M, hidden_size], also of prompts: M is small.
 
-        head, scale: the output head in another format, cut as `head_weight` is.
+        head, scale: an output head in another format, divided among ranks as `head_weight` is.
         """
         head, communicator = self.head_weight if head is None else head, self.communicator
         if communicator is None:

@@ -1,4 +1,4 @@
-"""The row granularity of a CPU: for which row counts a row's bits do not depend on the rows beside it."""
+"""The row unit of a CPU: row counts at whose multiples a row's bits do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from compiled_mtp.ops.packed_weight import find_packed
 CANDIDATES = (1, 2, 4, 8)
 # Every engine compares with the same row count, so two engines that pass agree with each other too.
 _CANONICAL_ROWS = 64
-# Of a matrix that stands for a model's own: a copy of its output projection may not fit.
+# The most rows of a test matrix: a copy of a model's output head may not fit into memory.
 _MOST_WEIGHT_ROWS = 8192
 
 
 def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The matrices of products among `modules`, as these hold them."""
+    """The weights of the products among `modules`."""
     return [module.weight for module in modules if isinstance(module, (Linear, Router))]
 
 
 def k_splits_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Of every matrix that a CPU sums in shares, unless it is packed so, the columns of one."""
+    """The first K split of every matrix whose products a CPU sums in K splits, unless it is packed."""
     k_splits = []
     for module in modules:
         if not isinstance(module, Linear) or not module.is_before_norm:
@@ -44,13 +44,12 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
     """Return the smallest unit in 1, 2, 4, 8 whose multiples up to max(row_counts) give bit-equal rows, or
     None.
 
-    weights: the [N, K] matrices of the decode path, of which one of each shape is tried, packed or not, on
-    random rows, under the present number of threads, and with a result in either dtype: bfloat16 takes
-    another route to a bfloat16 result than to a float32 one. BLAS libraries choose their loops by shape, and
-    no documentation of theirs says for which row counts the order of a row's sum stays the same: hence a
-    measurement at load.
-    FP8 matrices are tried with scales of one, whose values no loop depends on, and float32 rows. Rounding to
-    bfloat16 hides nearly every change of order, so that route is tried on `cancelling` numbers.
+    weights: the [N, K] matrices of the decode path, packed or not. BLAS libraries choose their loops by shape
+    and do not document for which row counts the order of a row's sum stays the same, so this function
+    measures it: on one matrix of each shape, with random rows and the current number of threads. bfloat16
+    matrices are tried with float32 and bfloat16 results, which are computed by different routines. FP8
+    matrices are tried with float32 rows and scales of one: no loop depends on their values. Rounding to
+    bfloat16 hides nearly every change of order, so bfloat16 results are tried on `cancelling` numbers.
     """
     shapes = {(weight.shape, weight.dtype, find_packed(weight) is None): weight for weight in weights}
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +75,7 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
                 continue
             common = min(count, _CANONICAL_ROWS)
             y = linear(rows[:count], matrix, scale, out_float32, False)
-            # A weight that is NaN is no fault of the library: it ends requests, which says so.
+            # NaN in a weight is no fault of the library: requests that meet it end with an error.
             if torch.equal(y[:common].nan_to_num(), expected[out_float32][:common].nan_to_num()):
                 continue
             while count % CANDIDATES[unit_index] == 0:
@@ -87,11 +86,12 @@ def find_row_unit(weights: Iterable[torch.Tensor], row_counts: Sequence[int]) ->
 
 
 def cancelling(rows: int, n: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [rows, k] and a matrix [n, k], bfloat16, each of whose products is zero but for what rounding
-    leaves of it: sums in another order then differ, also when they are rounded to bfloat16.
+    """Rows [rows, k] and a matrix [n, k], both bfloat16, whose products are zero except for rounding errors.
+
+    Sums in another order then differ even after rounding to bfloat16.
     """
     order = torch.randperm(k, generator=generator)
-    # Of many sizes, so that few are enough for sums to be rounded.
+    # Terms of very different sizes: a few of them are enough to make sums round.
     sizes = torch.randint(0, 16, (k // 2,), generator=generator).exp2()
     half, last = torch.randn(rows, k // 2, generator=generator) * sizes, torch.zeros(rows, k % 2)
     x = torch.cat((half, half, last), dim=1)[:, order]

@@ -1,4 +1,4 @@
-"""Where the rows of a forward lie: what every layer is told beside the activations."""
+"""The rows of a forward: their positions, KV entries and states, which every layer gets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 class Rows:
     """M rows of B requests; a forward takes one of the two kinds below.
 
-    rotary_positions [M] int64: where the rotary embedding puts a row. causal_positions [M] int64: the last
-    key that a row sees. In text the two are one tensor; the tokens of an image share rotary positions.
-    slot_mapping [M] int64: KV slot (block id * block_size + offset), -1 for no write.
+    rotary_positions [M] int64: the position of a row in the rotary embedding. causal_positions [M] int64: the
+    last key that a row reads. In text both are one tensor; the tokens of an image share rotary positions.
+    slot_mapping [M] int64: the kv_index of a row (block id * block_size + offset), -1 for no write.
     block_table [B, max_blocks] int32, state_index [B] int32.
     start [B] int64: absolute position of a request's first row.
     """
@@ -27,7 +27,7 @@ class Rows:
     start: torch.Tensor
 
     def moved(self, positions: torch.Tensor, slot_mapping: torch.Tensor) -> Self:
-        """Rows of the same requests at other positions of their text."""
+        """The same rows at other positions [M] of their requests' texts."""
         return replace(
             self, rotary_positions=positions, causal_positions=positions, slot_mapping=slot_mapping
         )
@@ -35,19 +35,21 @@ class Rows:
 
 @dataclass(frozen=True)
 class DecodeRows(Rows):
-    """Rows of a verify round or of a draft, M // B a request, request-major. base [B] int64: position up to
-    which the stored GDN state is folded."""
+    """Rows of a verify round or of a draft: M // B rows per request, request-major.
+
+    base [B] int64: the position up to which the stored GDN state is folded.
+    """
 
     base: torch.Tensor
 
 
 @dataclass(frozen=True)
 class PrefillRows(Rows):
-    """Rows of pieces of prompts, side by side: request b has the length[b] rows from first_row[b] on.
+    """Rows of prompt chunks, one after another: chunk b has length[b] rows from row first_row[b] on.
 
-    All [B] int64; first_row holds multiples of PROMPT_CHUNK_MULTIPLE and never falls, and what has no rows
-    comes last. Rows of nobody lie in between and behind. The GDN state after the first mark[b] rows is kept
-    in the last slot; 0 for no such place.
+    length, first_row, snapshot_offset: [B] int64. first_row holds multiples of PROMPT_CHUNK_MULTIPLE in
+    ascending order; chunks without rows come last. Unused rows may follow every chunk. The GDN state after
+    the first snapshot_offset[b] rows is written to the last slot, with 0 none.
     """
 
     length: torch.Tensor
@@ -58,11 +60,11 @@ class PrefillRows(Rows):
 def place_prompt_chunks(
     num_rows: int, rows: tuple[torch.Tensor, ...], block_table: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the rows of pieces lie, given start, length and first_row, and their rows of the block table.
+    """Return every row's chunk, its index in that, its position and its kv_index, each [num_rows] int64.
 
-    Returns, each [num_rows] int64, the piece of every row, how many of its rows come before, the row's
-    position, and its KV slot. Rows of nobody count to the piece before them, at its last position, and have
-    slot -1, as have those whose block is not reserved (-1) or the padding's (0).
+    rows: (start, length, first_row) of the chunks; block_table: theirs. An unused row belongs to the chunk
+    before it, at that chunk's last position, and has kv_index -1. So have rows whose block is not reserved
+    (-1) or is the padding's (0).
     """
     start, length, first_row = rows
     row = torch.arange(num_rows, device=start.device)

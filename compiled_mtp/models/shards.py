@@ -1,9 +1,9 @@
-"""What a rank of several holds of every parameter, and the layout of its pieces.
+"""Divides every parameter among ranks, and makes the layout of one rank's shards.
 
-Heads, FFN widths and the head's vocabulary are divided; a merged weight is cut in each of its parts, so that
-a rank's parameter has the form of a whole one. What comes before a norm (o_proj, out_proj, down) is cut by
-columns: the ranks' products add up; the down of experts with quantised rows by rows. Norms, embedding, router
-and fc are whole on every rank.
+Ranks divide heads, FFN widths and the head's vocabulary. Each part of a merged weight (q, k, v) is divided
+separately, so that a rank's parameter has the form of the whole one. Weights before a norm (o_proj, out_proj,
+down) are divided by columns, and the ranks' products are added; the down of experts with quantised rows is
+divided by rows. Norms, embedding, router and fc are whole on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from compiled_mtp.errors import check, fail
-from compiled_mtp.model_config import ModelConfig, share
+from compiled_mtp.model_config import ModelConfig, rank_range
 from compiled_mtp.models.layout import Layout, Stored, WeightShard
 from compiled_mtp.models.weight_format import PLAIN, Formats
 from compiled_mtp.ops import int4
@@ -20,9 +20,9 @@ from compiled_mtp.ops import int4
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank holds of a parameter: ranges of its rows, one after another, and one of its columns.
+    """The share of a parameter that a rank holds: ranges of its rows, in order, and one range of its columns.
 
-    A range is a first index and one past the last. None for all.
+    A range is the first index and one past the last; None for all.
     """
 
     rows: tuple[tuple[int, int], ...] | None = None
@@ -31,14 +31,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts the parameters of the whole model `config` for `rank` of `world` ranks."""
+    """Divides the parameters of the whole model `config`, for `rank` of `world` ranks."""
 
     config: ModelConfig
     rank: int
     world: int
 
     def cut(self, parameter: str, formats: Formats) -> Cut:
-        """What the rank holds of `parameter`, by its full name. Raises ValueError as `ModelConfig.shard`."""
+        """The rank's share of `parameter`, a full name. Raises ValueError as `ModelConfig.shard` does."""
         c = self.config
         q, kv = (c.num_q_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
         key = (c.linear_num_key_heads, c.linear_key_head_dim)
@@ -66,34 +66,34 @@ class Cutter:
             case "out_proj":
                 return self._columns(value)
             case "down" if c.is_moe and formats.get(parameter, PLAIN).quantizes_rows:
-                # Of quantised rows all ranks have all hidden values, and each makes some of the sums.
+                # For quantised rows every rank gathers all hidden values and computes some of the sums.
                 return self._rows((c.hidden_size, 1))
             case "down":
                 return self._columns(width)
         return Cut()
 
     def _rows(self, *parts: tuple[int, int]) -> Cut:
-        """Of parts that lie one after another, each (count, rows of one)."""
+        """The rank's rows of consecutive parts, each (number of units, rows per unit)."""
         ranges, first = [], 0
         for count, size in parts:
-            begin, end = share(count, self.rank, self.world)
+            begin, end = rank_range(count, self.rank, self.world)
             ranges.append((first + begin * size, first + end * size))
             first += count * size
         return Cut(rows=tuple(ranges))
 
     def _columns(self, part: tuple[int, int]) -> Cut:
-        begin, end = share(part[0], self.rank, self.world)
+        begin, end = rank_range(part[0], self.rank, self.world)
         return Cut(columns=(begin * part[1], end * part[1]))
 
 
 def prompt_name(parameter: str) -> str:
-    """The parameter that holds rows of a weight for prompts, where `parameter` holds columns of it."""
+    """The name of the parameter with a weight's rows for prompts; `parameter` holds columns of the weight."""
     module, _, name = parameter.rpartition(".")
     return f"{module}.prompt_{name}"
 
 
 def with_prompt_rows(formats: Formats) -> Formats:
-    """`formats`, and those of the rows for prompts of what is cut by columns: the same."""
+    """`formats` with entries for the prompt rows of weights that are divided by columns, in equal formats."""
     ends = ("o_proj.weight", "out_proj.weight", "down.weight", "ffn.down")
     cut = [name for name in formats if name.endswith(ends)]
     return {**formats, **{prompt_name(name): formats[name] for name in cut}}
@@ -102,11 +102,11 @@ def with_prompt_rows(formats: Formats) -> Formats:
 def shard_layout(
     layout: Layout, config: ModelConfig, formats: Formats, rank: int, world: int, *, prompt_rows: bool = False
 ) -> dict[str, Stored]:
-    """The layout of one rank: of every stored tensor of the whole model's `layout` the pieces it holds.
+    """The layout of one rank: for every stored tensor of the whole model's `layout` the shards it holds.
 
-    Shapes stay those in the files. prompt_rows: of what is cut by columns it also holds some rows, as
-    `prompt_name` calls them. Raises ValueError by name for sizes that `world` does not divide, and for
-    a cut through a block of a parameter that is kept in a format with blocks.
+    Shapes stay those in the files. prompt_rows: the rank also holds some rows of the weights that are divided
+    by columns, in parameters named by `prompt_name`. Raises ValueError, naming the size or parameter, for
+    sizes that `world` does not divide, and for a shard that would end inside a block of a format with blocks.
     """
     config.shard(rank, world)
     if world == 1:
@@ -119,18 +119,18 @@ def shard_layout(
         for piece in stored.pieces:
             if piece.parameter not in cuts:
                 cuts[piece.parameter] = cutter.cut(piece.parameter, formats)
-            pieces += _held(piece, cuts[piece.parameter])
+            pieces += _cut_shard(piece, cuts[piece.parameter])
             if prompt_rows and cuts[piece.parameter].columns:
-                own = share(stored.shape[-2], rank, world)
-                pieces += _held(replace(piece, parameter=prompt_name(piece.parameter)), Cut(rows=(own,)))
+                own = rank_range(stored.shape[-2], rank, world)
+                pieces += _cut_shard(replace(piece, parameter=prompt_name(piece.parameter)), Cut(rows=(own,)))
         sharded[name] = replace(stored, pieces=tuple(pieces))
         for piece in pieces:
             _check_blocks(piece, stored.shape, formats)
     return sharded
 
 
-def _held(piece: WeightShard, cut: Cut) -> Iterator[WeightShard]:
-    """The parts of a whole parameter's piece that lie in what a rank holds, placed in its own parameter."""
+def _cut_shard(piece: WeightShard, cut: Cut) -> Iterator[WeightShard]:
+    """The overlaps of a whole parameter's shard with a rank's share, at the rows of the rank's parameter."""
     local = 0
     for begin, end in cut.rows or ((0, piece.start + piece.rows),):
         first, last = max(begin, piece.start), min(end, piece.start + piece.rows)
@@ -147,7 +147,8 @@ def _check_blocks(piece: WeightShard, shape: tuple[int, ...], formats: Formats) 
     columns = piece.columns or (0, shape[-1])
     rows = (piece.source, piece.source + piece.rows)
     edges = [(column, shape[-1]) for column in columns]
-    # Rows that are multiplied out have no factors, but most make columns that are quantised in groups.
+    # Weights that are multiplied out have no factors, but their output columns, which are their rows, are
+    # quantised in groups by the next product; those of ffn.down are not.
     if form.group:
         is_whole = piece.start % int4.ROWS == piece.rows % int4.ROWS == 0
         got, remedy = f"rows {rows[0]} to {rows[1]}", "use fewer ranks"

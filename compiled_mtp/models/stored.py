@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors say where its config.json says otherwise, as fine-tunes leave them."""
+"""Corrects config.json by the stored tensors: in fine-tunes the two often differ."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from compiled_mtp.models.weight_format import FP8
 logger = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-# Rows that are compared at a time: two tables of a released model take gigabytes.
+# Rows that are compared at a time: the two tables of a released model take gigabytes.
 _ROWS = 4096
 
 
 def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
-    """Return `config` as the tensors in `root` have it; a folder without *.safetensors changes nothing.
+    """Return `config` corrected by the tensors in `root`; unchanged for a folder without *.safetensors.
 
-    mtp_num_layers is 1 where an MTP head is stored, else 0: a draft changes no token, so a head that
-    config.json denies is used, and transformers saves fine-tunes without the one that it names.
-    tie_word_embeddings is False where the head that is stored differs from the embedding, as transformers 5
-    has it. quantized is True where FP8 weights in blocks are stored. Raises ValueError for an adapter, and as
-    `read_stored`.
+    mtp_num_layers becomes 1 if an MTP head is stored, else 0. Using a head that config.json does not name is
+    safe, because a draft changes no token; transformers saves fine-tunes without a head that config.json
+    names. tie_word_embeddings becomes False if a stored head differs from the embedding, as in transformers
+    5. quantized becomes True if FP8 weights in blocks are stored. Raises ValueError for an adapter, and as
+    `read_stored` does.
     """
     adapter = root / "adapter_config.json"
     remedy = "merge it into its base model (PEFT: merge_and_unload, then save_pretrained) and pass that"
@@ -37,7 +37,7 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     if not any(root.glob("*.safetensors")):
         return config
     headers = read_stored(root)
-    # Whatever config.json says, and under whichever method's names.
+    # Whatever quantization method config.json names, if any.
     if not config.quantized and any(name.endswith(FP8.scale_suffix) for name in headers):
         config = replace(config, quantized=True)
     has_head = any(name.startswith("mtp.") for name in headers)
@@ -58,13 +58,13 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
 
 
 def _are_equal(weights: Mapping[str, StoredWeight]) -> bool:
-    """Whether embedding and head hold the same numbers."""
+    """Whether embedding and head hold equal numbers."""
     both = [weights[EMBEDDING], weights[HEAD]]
     if both[0].shape != both[1].shape or len(both[0].shape) != 2:
         return False
     for first in range(0, both[0].shape[0], _ROWS):
         rows = slice(first, min(first + _ROWS, both[0].shape[0]))
-        # FP8 cannot be compared as it is.
+        # torch cannot compare FP8 tensors.
         parts = [weight.read((rows, slice(0, weight.shape[1]))).float() for weight in both]
         if not torch.equal(*parts):
             return False

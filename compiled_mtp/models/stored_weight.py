@@ -1,4 +1,4 @@
-"""What the loader asks of a weight that is stored, whatever container and format hold it."""
+"""The loader's interface to a stored weight, in any container and format."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Protocol, TypeAlias
 import torch
 
 Region: TypeAlias = tuple[slice, ...]
-"""A range of each dimension of a weight, both ends given."""
+"""One range per dimension of a weight, with both ends given."""
 
 
 class StoredWeight(Protocol):
-    """A weight as a checkpoint's files hold it: a plain tensor (`headers.Header`), or a quantised linear
-    (`formats.weight.PackedWeight`), or one of a GGUF file (`gguf.tensors.StoredTensor`).
+    """A weight in a checkpoint's files: a plain tensor (`headers.Header`), a quantised linear
+    (`formats.weight.PackedWeight`), or a tensor of a GGUF file (`gguf.tensors.StoredTensor`).
 
-    name: of the tensor that messages name, with its prefix. dtype: how its numbers are stored, as safetensors
-    calls it or in words. shape: of its values. num_bytes: of all its tensors. `read(region, device)` gives
-    the values in a region: in float32, or for a plain tensor in its own dtype; on the device or on the CPU.
+    name: of the tensor that error messages name, with its prefix. dtype: how its numbers are stored, by
+    safetensors' name or in words. shape: of its values. num_bytes: of all its tensors. `read(region, device)`
+    returns the values in a region: in float32, or for a plain tensor in its own dtype; on `device` or on the
+    CPU.
     """
 
     @property

@@ -1,10 +1,10 @@
-"""Weight formats: how a matrix lies in memory and in a checkpoint, what its values are, and who reads it.
+"""Weight formats: how a matrix is stored in memory and in a checkpoint, and which operators read it.
 
-A format is one record. `PLAIN` weights have the activations' dtype. `FP8` weights are e4m3 with a float32
-factor for each block of 128 by 128, as the FP8 releases store them; where nothing reads them as they are, the
-loader multiplies them out. `W8A8` weights are FP8 weights whose products quantise their rows, in groups of
-128 columns, as the FP8 releases are run; `W8A8_VALUES` are the same multiplied out. `four_bits` weights
-are the codes of a four-bit checkpoint, as a GPU's products read them. No weight is ever quantised here.
+Every format is one `WeightFormat`. `PLAIN` weights have the activations' dtype. `FP8` weights are e4m3 with a
+float32 factor per block of 128 by 128, as in the FP8 releases; where no operator reads FP8, the loader
+multiplies them out. `W8A8` weights are FP8 weights whose products quantise their rows in groups of 128
+columns, as the FP8 releases are meant to run; `W8A8_VALUES` are the same multiplied out. `four_bits` weights
+are the codes of a four-bit checkpoint, as a GPU's products read them. This module never quantises a weight.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from compiled_mtp.ops import fp8, int4
 from compiled_mtp.ops.device import shared_bytes_of
 
 Recipe: TypeAlias = Literal["w8a8", "w8a16"]
-"""How FP8 weights are multiplied: with rows quantised in groups of 128, or with rows as they are."""
+"""How FP8 weights are multiplied: by rows quantised in groups of 128 columns, or by plain rows."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     """How a weight [..., N, K] is stored.
 
-    storage: dtype of the values in memory, None for the activations' own, without factors. block: rows, and
-    columns, that share a factor in the checkpoint. group: columns that share a scale and a zero point where
-    weights are four-bit codes, as ops.int4 packs them, else 0. scale_dtype: of factors or scales.
-    quantizes_rows: products take their rows in e4m3, with a factor for each 128 columns. header_dtype: what a
-    file's header calls the dtype. scale_suffix: what a checkpoint adds to the name of a weight for that of
-    its factors. values(weight [N, K], scale) gives the weight's float32 values [N, K]. parameters: matches
-    the names of the parameters whose operators take the format. is_read_on(device) says whether the operators
-    read it there without multiplying it out.
+    storage: dtype of the values in memory; None for the activations' dtype, without factors. block: rows, and
+    columns, that share a factor in the checkpoint. group: columns that share a scale and a zero point in
+    four-bit codes, as ops.int4 packs them; 0 for other weights. scale_dtype: of factors or scales.
+    quantizes_rows: products take their rows in e4m3, with a factor per 128 columns. header_dtype: the dtype's
+    name in a file's header. scale_suffix: the suffix that a checkpoint adds to a weight's name for its
+    factors. values(weight [N, K], scale) returns the weight's float32 values [N, K]. parameters: matches the
+    names of the parameters whose operators take the format. is_read_on(device): whether the operators read
+    the format on that device without multiplying it out.
     """
 
     name: str
@@ -56,7 +56,7 @@ class WeightFormat:
 
     @property
     def has_factors(self) -> bool:
-        """Whether a parameter's factors lie beside it."""
+        """Whether a parameter in this format has a second parameter with its factors."""
         return self.storage is not None
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class WeightFormat:
         Despite its stored name, `scale_inv`, an FP8 scale is a factor; edge blocks may be partial.
         """
         out = torch.empty(weight.shape, dtype=dtype)
-        # A row of blocks at a time: a float32 copy of a whole weight may not fit.
+        # One row of blocks at a time: a float32 copy of a whole weight may not fit into memory.
         for index, factors in enumerate(scale.split(1)):
             rows = slice(index * self.block, (index + 1) * self.block)
             out[rows] = self.values(weight[rows], factors)
@@ -84,7 +84,7 @@ class WeightFormat:
 
 
 def _reads_fp8(device: torch.device) -> bool:
-    # A CPU's reference would multiply a weight out at every call, and older GPUs cannot convert e4m3.
+    # A CPU's reference would multiply the weight out in every call, and older GPUs cannot convert e4m3.
     return fp8.converts_fp8(device)
 
 
@@ -96,7 +96,7 @@ FP8 = WeightFormat(
     header_dtype="F8_E4M3",
     scale_suffix="_scale_inv",
     values=fp8.dequantize,
-    # What `linear` and `moe_experts` read; embedding and head are gathered and cut, and stay plain.
+    # The weights of `linear` and `moe_experts`. Embedding and head stay plain: rows are gathered from them.
     parameters=re.compile(
         r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)\.weight|ffn\.(gate_up|down)(\.weight)?)$"
     ),
@@ -108,7 +108,7 @@ _DENSE = re.compile(r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)|ffn\.(gate_up|down
 
 @functools.cache
 def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
-    """Four-bit codes with a scale and a zero point for each `group` columns, 32, 64 or 128, of a row."""
+    """Four-bit codes with a scale and a zero point per `group` columns of a row: 32, 64 or 128."""
     dtype = str(scale_dtype).removeprefix("torch.")
     return WeightFormat(
         name=f"int4 in groups of {group}, scales in {dtype}",
@@ -122,29 +122,29 @@ def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
 
 
 def reads_int4(device: torch.device) -> bool:
-    """Whether products read four-bit codes there."""
+    """Whether products on `device` read four-bit codes."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# What its largest tile takes.
+# Shared memory that the largest tile of a W8A8 product takes.
 W8A8_SHARED_BYTES = 144 * 1024
 W8A8 = replace(FP8, name="fp8 in blocks of 128, rows in groups of 128", quantizes_rows=True)
-# Of a mixture's two stacks, which one operator reads.
+# The names of a mixture's two stacks, which one operator reads.
 _PARTNER = re.compile(r"(?<=\.ffn\.)(gate_up|down)$")
 W8A8_VALUES = replace(W8A8, name=f"{W8A8.name}, multiplied out", storage=None)
 
 Formats = Mapping[str, WeightFormat]
-"""The formats of a model's parameters by their full names; those that are not listed are plain."""
+"""The formats of a model's parameters by full name; parameters that are not listed are plain."""
 
 NO_FORMATS: Formats = MappingProxyType({})
 
 
 def resolve_recipe(asked: str, *, has_fp8: bool, device: torch.device) -> Recipe | None:
-    """The recipe for `weight_recipe` in EngineConfig: None for a checkpoint without FP8 weights.
+    """The recipe for `weight_recipe` in EngineConfig; None for a checkpoint without FP8 weights.
 
-    "auto" is how the FP8 releases are run, W8A8, but W8A16 on a GPU older than Hopper and on one whose shared
-    memory the tiles of W8A8's kernels do not fit into (a GeForce's). Raises ValueError for a recipe without
-    FP8 weights, and for W8A8 on such a GPU.
+    "auto" is W8A8, as the FP8 releases are meant to run, but W8A16 on a GPU older than Hopper and on one
+    whose shared memory is too small for the tiles of W8A8's kernels (a GeForce). Raises ValueError for a
+    recipe without FP8 weights, and for W8A8 on such a GPU.
     """
     if not has_fp8:
         rule, remedy = "be auto for a checkpoint without FP8 weights", "drop it or use an FP8 release"
@@ -169,11 +169,11 @@ def resolve_recipe(asked: str, *, has_fp8: bool, device: torch.device) -> Recipe
 def formats_for(
     recipe: Recipe | None, able: Mapping[str, int], device: torch.device
 ) -> Mapping[str, WeightFormat]:
-    """The formats under `recipe` on `device` of the parameters `able`, each with its number of columns, that
-    could be kept in FP8.
+    """The formats under `recipe` on `device` of the parameters that could stay in FP8.
 
-    Rows are quantised for weights whose columns are whole groups of 128, a mixture's gate|up and down both or
-    neither; others are W8A16. What no operator reads in FP8 is multiplied out.
+    able: their names, each with its number of columns. Products quantise rows for weights whose columns are
+    whole groups of 128 (a mixture's gate|up and down both or neither); other weights are W8A16. Weights that
+    no operator reads in FP8 on `device` are multiplied out.
     """
     is_read = FP8.is_read_on(device)
     formats: dict[str, WeightFormat] = {}
@@ -187,7 +187,7 @@ def formats_for(
 
 
 def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) -> str:
-    """What the line of a start says of FP8 and four-bit weights; nothing for a checkpoint without them."""
+    """The log text about FP8 and four-bit weights; empty for a checkpoint without them."""
     four_bits = sum(form.group > 0 for form in formats.values())
     if recipe is None:
         return f" ({four_bits} matrices in four bits)" if four_bits else ""
@@ -197,10 +197,10 @@ def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) 
 
 @dataclass(frozen=True)
 class ParameterFactory:
-    """Allocates the parameters of a module, each in its format; `name` is where in the model the module is.
+    """Allocates the parameters of a module, each in its format; `name` is the module's name in the model.
 
-    Nothing is initialised: the loader fills parameters and nothing trains them. exchange: the way to the
-    other ranks where the module holds one of several pieces, else None.
+    Nothing is initialised: the loader fills parameters, and nothing trains them. communicator: connects the
+    ranks if the module holds one of several shards, else None.
     """
 
     dtype: torch.dtype
@@ -210,11 +210,11 @@ class ParameterFactory:
     communicator: Communicator | None = None
 
     def part(self, name: str) -> ParameterFactory:
-        """The factory of the part `name` of this module."""
+        """The factory of this module's submodule `name`."""
         return replace(self, name=f"{self.name}{name}.")
 
     def whole(self) -> ParameterFactory:
-        """The factory of a module that every rank holds as it is."""
+        """This factory for a module that every rank holds whole."""
         return replace(self, communicator=None)
 
     def format_of(self, name: str) -> WeightFormat:
@@ -222,13 +222,15 @@ class ParameterFactory:
         return self.formats.get(self.name + name, PLAIN)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """A parameter without a format of its own, in the activations' dtype or another."""
+        """An uninitialised parameter without a format, in the activations' dtype or another."""
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(tensor, requires_grad=False)
 
     def add_weight(self, module: nn.Module, name: str, *shape: int, like: str | None = None) -> None:
-        """Give `module` the weight `name` [..., N, K] in its format, or that of `like`, and its factors, or
-        None, as `name`_scale."""
+        """Register in `module` the weight `name` [..., N, K] and its factors `name`_scale, None without any.
+
+        The format is that of the parameter `like`, or of `name` itself.
+        """
         form = self.format_of(like or name)
         module.register_parameter(name, self.empty(*form.stored_shape(shape), dtype=form.storage))
         scale = self.empty(*form.scale_shape(shape), dtype=form.scale_dtype) if form.has_factors else None

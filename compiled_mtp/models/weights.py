@@ -1,7 +1,7 @@
-"""From a checkpoint's files to the merged parameters of our models.
+"""Loads a checkpoint's files into the merged parameters of our models.
 
-The family's layout says which tensor fills which rows of which parameter; comparison.py holds it against the
-headers of the files. `check_weights` does so before anything is allocated; `load_weights` copies, one tensor
+The family's layout says which tensor fills which rows of which parameter, and comparison.py checks it against
+the files' headers. `check_weights` does that before anything is allocated; `load_weights` copies one tensor
 at a time.
 """
 
@@ -29,7 +29,7 @@ from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, R
 
 logger = logging.getLogger(__name__)
 
-# Values of a quantised weight that are multiplied out at a time, in float32 and a few integers each.
+# Values of a quantised weight that are multiplied out at a time; each takes a float32 and a few integers.
 _VALUES_AT_ONCE = 1 << 22
 
 
@@ -40,12 +40,12 @@ def read_formats(
     recipe: Recipe | None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Formats:
-    """The formats to allocate parameters in for the checkpoint in `path` on `device`; see `kept_columns` and
+    """The formats of the parameters for the checkpoint in `path` on `device`; see `kept_columns` and
     `four_bit_formats`.
 
-    recipe: what `resolve_recipe` gives. dtype: of the activations. Without a `path` (parameters that
-    something else than a checkpoint fills) those of a release with this config. Raises ValueError for a
-    config whose numbers of layers or experts are not those of the files.
+    recipe: the result of `resolve_recipe`. dtype: of the activations. Without a `path`, for parameters that
+    no checkpoint fills, the formats of a release with this config. Raises ValueError for a config whose
+    numbers of layers or experts contradict the files.
     """
     headers = {} if path is None else read_stored(Path(path))
     may_have_codes = dtype == torch.bfloat16 and (bool(config.four_bit_group) or has_codes(headers))
@@ -84,12 +84,11 @@ def check_weights(
     prompt_rows: bool = False,
     allow_extra: bool = False,
 ) -> None:
-    """Raise what is wrong with the checkpoint in `path`, before anything is allocated for it.
+    """Check the checkpoint in `path` before anything is allocated for it.
 
-    `formats` are those of `read_formats` and `dtype` that of the other parameters; of `world` ranks this is
-    `rank`; prompt_rows as for `shard_layout`. allow_extra: tensors that the model has no use for are named in
-    the log and not refused. Raises ValueError as `load_weights`, and for weights that take
-    more than `free_bytes`.
+    formats: the result of `read_formats`; dtype: of the other parameters. rank, world and prompt_rows are as
+    in `shard_layout`. allow_extra: log unused tensors instead of refusing them. Raises ValueError as
+    `load_weights` does, and for weights that take more than `free_bytes`.
     """
     weights = read_stored(Path(path))
     whole, extra = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
@@ -115,14 +114,14 @@ def count_weights(
     *,
     with_mtp: bool,
 ) -> int:
-    """The bytes of the parameters of a checkpoint that stores `weights`; `check_weights` says if it does."""
+    """The bytes of the parameters of a checkpoint with `weights`, which `check_weights` checks."""
     layout = FAMILIES[config.family].layout(config, weights, formats)
     read = {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
     return _count_bytes(read, formats, dtype)
 
 
 def _count_bytes(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
-    """The bytes of the parameters that `layout` fills, without the factors of those in FP8."""
+    """The bytes of the parameters that `layout` fills, without the factors of FP8 weights."""
     count = 0
     for stored in layout.values():
         form = formats.get(stored.pieces[0].parameter)
@@ -151,30 +150,29 @@ def load_weights(
 ) -> None:
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
 
-    `parameters` are allocated, on any device and in the dtype to keep; their names are those of the layout,
-    their formats those of `formats`. Of `world` ranks' parameters they are those of `rank`, while `config` is
-    the whole model's, and no more than they hold is read. Weights in FP8 (with a `_scale_inv` beside them)
-    are copied with their factors to parameters in FP8 and multiplied out for others. Quantised linears are
-    packed anew for parameters of four-bit codes, and for others multiplied out in float32, some rows at a
-    time, and rounded once. Host memory beside the parameters: the largest piece of a plain tensor, and its
-    product where it is multiplied out. `progress` gets the bytes done and the bytes in all. allow_extra:
-    other tensors are not refused. is_checked: what was copied is looked through for NaN and infinity.
-    Raises ValueError, before anything is copied, with the first tensors that are missing, unused, or of
-    another shape or dtype, and the first parameters that would not be filled; after it with the first tensors
-    that are not finite.
+    parameters: allocated, on any device and in their final dtype, with the names of the layout and the
+    formats of `formats`; they are those of `rank` of `world` ranks, while `config` is the whole model's. Only
+    what they hold is read. FP8 weights with a `_scale_inv` are copied with their factors to FP8 parameters,
+    and multiplied out for others. Quantised linears are packed again for parameters of four-bit codes; for
+    others they are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the
+    parameters: the largest shard of a plain tensor, and its product if it is multiplied out. progress: called
+    with the bytes done and the bytes in all. allow_extra: accept unused tensors. is_checked: search the
+    parameters for NaN and infinity. Raises ValueError before anything is copied, with the first tensors that
+    are missing, unused, or of another shape or dtype, and the first parameters that would not be filled; and
+    afterwards with the first tensors that are not finite.
     """
     weights = read_stored(Path(path))
     whole, _ = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
     check_parameters(layout, parameters, path, formats)
-    held = {name: _held_bytes(stored, weights[name]) for name, stored in layout.items()}
+    num_bytes = {name: _shard_bytes(stored, weights[name]) for name, stored in layout.items()}
     done = 0
-    # They keep the order of the files, so that a disk reads forwards.
+    # In the order of the files, so that a disk reads forwards.
     for name in (n for n in weights if n in layout):
         weight, scale = weights[name], weights.get(name + FP8.scale_suffix)
         for piece in layout[name].pieces:
             parameter, region = parameters[piece.parameter], piece.region(weight.shape)
-            target = piece.place_in(parameter, weight.shape)
+            target = piece.view_of(parameter, weight.shape)
             if formats.get(piece.parameter, PLAIN).group:
                 fill_four_bits(weight, piece, parameter, parameters[f"{piece.parameter}_scale"])
             elif isinstance(weight, Header):
@@ -185,9 +183,9 @@ def load_weights(
                 target.copy_(part.reshape(target.shape))
             else:
                 _fill(target, weight, region)
-        done += held[name]
+        done += num_bytes[name]
         if progress is not None:
-            progress(done, sum(held.values()))
+            progress(done, sum(num_bytes.values()))
     if is_checked and (wrong := find_not_finite(parameters)):
         raise _not_finite(wrong, layout, weights, parameters)
 
@@ -195,22 +193,22 @@ def load_weights(
 def multiplied_out(
     config: ModelConfig, weights: Mapping[str, StoredWeight], formats: Formats
 ) -> list[StoredWeight]:
-    """The quantised ones of a checkpoint's `weights` whose values are multiplied out in loading."""
+    """The quantised weights among `weights` that the loader multiplies out."""
     layout = FAMILIES[config.family].layout(config, weights, formats)
     names = [name for name in _multiplied_out(layout, formats) if name in weights]
     return [weights[name] for name in names if is_packed(weights[name])]
 
 
 def _multiplied_out(layout: Layout, formats: Formats) -> Iterator[str]:
-    """The stored tensors that do not fill parameters of four-bit codes alone."""
+    """The names of the stored tensors that fill any parameter without four-bit codes."""
     for name, stored in layout.items():
         if not all(formats.get(piece.parameter, PLAIN).group for piece in stored.pieces):
             yield name
 
 
 def _fill(target: torch.Tensor, weight: StoredWeight, region: Region) -> None:
-    """Write a region of a weight that is no plain tensor of safetensors, some rows at a time: in float32 all
-    may not fit."""
+    """Write a region of a quantised or GGUF weight into `target`, some rows at a time: all of it in float32
+    may not fit into memory."""
     rows, *rest = region
     step = max(1, _VALUES_AT_ONCE // math.prod(part.stop - part.start for part in rest))
     for first in range(rows.start, rows.stop, step):
@@ -230,9 +228,9 @@ def _not_finite(
     names = []
     for name, weight in weights.items():
         pieces = layout[name].pieces if name in layout else ()
-        parts = (p.place_in(parameters[p.parameter], weight.shape) for p in pieces if p.parameter in wrong)
+        parts = (p.view_of(parameters[p.parameter], weight.shape) for p in pieces if p.parameter in wrong)
         if find_not_finite(dict(enumerate(parts))):
-            # A weight that was multiplied out may have it from its factors.
+            # In a weight that was multiplied out, the factors may be the cause.
             factors = weights.get(name + FP8.scale_suffix)
             named = weight if factors is None or _is_finite(factors) else factors
             names.append(f"{named.name} ({named.file.name})")
@@ -243,14 +241,14 @@ def _not_finite(
 
 
 def _is_finite(weight: StoredWeight) -> bool:
-    """Whether a stored tensor is, as it lies in its file."""
+    """Whether all values of a stored tensor are finite, as stored."""
     return not find_not_finite({weight.name: weight.read(tuple(slice(0, size) for size in weight.shape))})
 
 
 def _multiply_out(
     weight: StoredWeight, scale: StoredWeight, region: Region, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The values of a region of an FP8 matrix in blocks, of which whole blocks are read."""
+    """The values of a region of an FP8 matrix with a factor per block; reads whole blocks."""
     block = FP8.block
     blocks = tuple(slice(part.start // block, -(-part.stop // block)) for part in region)
     ends = zip(blocks, weight.shape, strict=True)
@@ -259,8 +257,8 @@ def _multiply_out(
     return FP8.dequantize(weight.read(whole), scale.read(blocks), dtype)[within]
 
 
-def _held_bytes(stored: Stored, weight: StoredWeight) -> int:
-    """Bytes of the pieces of a stored tensor."""
+def _shard_bytes(stored: Stored, weight: StoredWeight) -> int:
+    """Bytes in the files of the shards of a stored tensor."""
     numbers = sum(piece.size_of(weight.shape) for piece in stored.pieces)
     return weight.num_bytes * numbers // max(math.prod(weight.shape), 1)
 

@@ -1,1 +1,1 @@
-"""Ranks that hold a model together: docs/parallel.md."""
+"""Tensor parallelism: the ranks that hold a model together (docs/parallel.md)."""

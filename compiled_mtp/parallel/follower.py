@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: builds its piece of the model and does what rank 0 sends."""
+"""The process of a rank other than 0: builds its shard of the model and runs rank 0's messages."""
 
 from __future__ import annotations
 
@@ -29,80 +29,82 @@ from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.parallel.forks import wait_for_parent_end
 from compiled_mtp.parallel.plans import PlanReader
-from compiled_mtp.parallel.ranks import ALIVE_S, RankOrder
+from compiled_mtp.parallel.ranks import HEARTBEAT_S, RankJob
 from compiled_mtp.parallel.torchrun import follow
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.runner.numeric_settings import NumericSettings
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
 
-# A report is written at once, or two threads' would mix: less than a pipe takes as a whole.
+# Two threads write reports, so each report must fit into one atomic write to a pipe.
 _LONGEST_TEXT = 2000
 
 
 def main(parent: int) -> None:
-    """Carry out the pickled `RankOrder` on stdin; ends with rank 0, the process `parent`."""
-    order: RankOrder = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_rank_0, args=(order.folder, parent), daemon=True).start()
+    """Run the pickled `RankJob` on stdin. This process ends with rank 0, the process `parent`."""
+    job: RankJob = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_rank_0, args=(job.folder, parent), daemon=True).start()
     silence()
-    # Threads of libraries are not waited for.
-    os._exit(carry_out(order))
+    # Do not wait for the threads of libraries.
+    os._exit(run_job(job))
 
 
 def follow_rank_0() -> None:
-    """In a process that torchrun has started as another rank than 0: do what rank 0 says, and end with it.
+    """Run rank 0's jobs, if torchrun has started this process as a rank other than 0, and end with rank 0.
 
-    Elsewhere nothing. Raises ValueError where rank 0 does not come.
+    Else does nothing. Raises ValueError if rank 0 does not come.
     """
     torchrun = Torchrun()
     if torchrun.has_others and torchrun.rank:
         silence()
-        follow(torchrun, carry_out)
+        follow(torchrun, run_job)
 
 
 def silence() -> None:
-    """Say no more than errors: rank 0 warns of the same."""
+    """Log errors alone: rank 0 logs the same warnings."""
     logging.disable(logging.WARNING)
 
 
-def carry_out(order: RankOrder) -> int:
-    """Build the rank's piece and follow plans until rank 0 says close; then 0, and 1 for what went wrong,
-    which has been reported."""
+def run_job(job: RankJob) -> int:
+    """Build the rank's shard and run rank 0's messages until "close".
+
+    Returns 0, or 1 after an error that was reported to rank 0.
+    """
     try:
-        runner, communicator = _build(order)
+        runner, communicator = _build(job)
     except ValueError as error:
-        _report(order.report, kind="error", text=str(error)[:_LONGEST_TEXT], is_refusal=True)
+        _report(job.report, kind="error", text=str(error)[:_LONGEST_TEXT], is_refusal=True)
         return 1
     except BaseException as error:
-        _report_failure(order, error)
+        _report_failure(job, error)
         return 1
     try:
-        with _saying_alive(order.report, runner, communicator):
-            _report(order.report, kind="ready")
-            _follow(runner, communicator, PlanReader(order.rank, order.plans, order.wake))
+        with _heartbeats(job.report, runner, communicator):
+            _report(job.report, kind="ready")
+            _follow(runner, communicator, PlanReader(job.rank, job.plans, job.wake))
     except CommunicatorError:
-        # Rank 0 knows which rank it is, or is itself the one, and ends this process; it may be paused.
+        # Rank 0 finds the lost rank, unless rank 0 is the lost one, and ends this process. It may be paused.
         time.sleep(START_S)
         return 1
     except BaseException as error:
-        _report_failure(order, error)
+        _report_failure(job, error)
         return 1
     return 0
 
 
-def _build(order: RankOrder) -> tuple[Runner, Communicator]:
-    """The rank's runner, ready, and its way to the others."""
-    order.settings.apply()
-    _report(order.report, kind="hello", hello=fingerprint(order.config.model, has_files=order.fill is None))
-    communicator = join(order.config.exchange, order.rank, order.world, order.folder, order.device_type)
-    spec = resolve(order.config, order.model, order.num_valid_ids, is_checkpoint=order.fill is None)
-    runner = Runner(spec.of_rank(communicator), None, order.fill, save_to=order.save_to)
+def _build(job: RankJob) -> tuple[Runner, Communicator]:
+    """Return the rank's runner, ready to run plans, and its communicator."""
+    job.settings.apply()
+    _report(job.report, kind="hello", hello=fingerprint(job.config.model, has_files=job.fill is None))
+    communicator = join(job.config.exchange, job.rank, job.world, job.folder, job.device_type)
+    spec = resolve(job.config, job.model, job.num_valid_ids, is_checkpoint=job.fill is None)
+    runner = Runner(spec.of_rank(communicator), None, job.fill, save_to=job.save_to)
     communicator.expect_steps()
     return runner, communicator
 
 
 def _follow(runner: Runner, communicator: Communicator, plans: PlanReader) -> None:
-    """Do what rank 0 does, until it says close."""
+    """Run rank 0's messages until "close"."""
     while True:
         name, *arguments = plans.receive()
         if name == "run":
@@ -113,8 +115,8 @@ def _follow(runner: Runner, communicator: Communicator, plans: PlanReader) -> No
             if result.error is not None:
                 raise RuntimeError(result.error)
             if result.copies_failed:
-                # Rank 0 may have had the memory.
-                raise MemoryError("no host memory for a request that has to leave; lower offload_gb")
+                # Rank 0 may have had enough memory, so this failure ends the ranks.
+                raise MemoryError("no host memory to offload a request; lower offload_gb")
         elif name == "set_masks":
             masks, *fields = arguments
             runner.set_masks(StepPlan(*fields), torch.from_numpy(masks))
@@ -128,9 +130,9 @@ def _follow(runner: Runner, communicator: Communicator, plans: PlanReader) -> No
 
 
 def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
-    """What every rank must have alike, by name; has_files: weights are read from those of `model`.
+    """Return name -> value of what all ranks must share. has_files: `model` holds the weights.
 
-    Reads torch's settings of the thread that calls it.
+    Reads torch's settings of the calling thread.
     """
     digest = hashlib.sha256()
     if has_files:
@@ -149,9 +151,9 @@ def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
     }
 
 
-def _report_failure(order: RankOrder, error: BaseException) -> None:
+def _report_failure(job: RankJob, error: BaseException) -> None:
     text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
-    _report(order.report, kind="error", text=text, is_refusal=False)
+    _report(job.report, kind="error", text=text, is_refusal=False)
 
 
 def _report(to: int, **report: Any) -> None:
@@ -160,18 +162,18 @@ def _report(to: int, **report: Any) -> None:
 
 def _end_with_rank_0(folder: Path, parent: int) -> None:
     wait_for_parent_end(parent)
-    # Where rank 0 was killed nobody else does.
+    # Rank 0 removes the folder unless it was killed.
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 @contextmanager
-def _saying_alive(to: int, runner: Runner, communicator: Communicator) -> Iterator[None]:
-    """Report every second how far this rank is, from a thread of its own."""
+def _heartbeats(to: int, runner: Runner, communicator: Communicator) -> Iterator[None]:
+    """Report this rank's counts of collectives and launches every second, from a separate thread."""
     is_over = threading.Event()
 
     def report() -> None:
-        while not is_over.wait(ALIVE_S):
+        while not is_over.wait(HEARTBEAT_S):
             try:
                 _report(to, kind="alive", count=communicator.count, launched=runner.num_launched)
             except OSError:

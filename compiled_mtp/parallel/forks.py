@@ -1,4 +1,4 @@
-"""What must hold when a process has forked: a rank ends with its parent, a fork removes no folder of it."""
+"""Forked processes: a rank ends with its parent, and a fork does not remove its parent's folders."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import select
 import shutil
 from pathlib import Path
 
-# How often a process looks whether its parent lives.
-_LOOK_S = 1.0
+# How often a process checks that its parent lives.
+_CHECK_S = 1.0
 
 
 def wait_for_parent_end(parent: int) -> None:
     """Return once the process `parent`, at the other end of stdin, has closed it or ended.
 
-    A fork of the parent may hold the other end for longer, so the parent's number is asked for too.
+    A fork of the parent may hold the other end for longer, so the parent's process number is checked too.
     """
     while os.getppid() == parent:
-        # Not by `sys.stdin`: a thread that reads from that holds a lock, for want of which the interpreter
-        # aborts at an end of its own.
-        if select.select([0], [], [], _LOOK_S)[0] and not os.read(0, 1 << 16):
+        # Read the descriptor: a thread that reads from `sys.stdin` holds its lock, and the interpreter aborts
+        # at exit if it cannot take that lock.
+        if select.select([0], [], [], _CHECK_S)[0] and not os.read(0, 1 << 16):
             return
 
 
 def remove_own(folder: Path, owner: int) -> None:
-    """Remove a folder in the process `owner`, which made it, and not in a fork that ends before."""
+    """Remove a folder if this process is `owner`, which made it, and not a fork of it."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

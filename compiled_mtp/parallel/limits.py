@@ -1,4 +1,4 @@
-"""What several ranks cannot do, refused before any is started."""
+"""Refuses what several ranks cannot do before any rank starts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from compiled_mtp.runner.spec import EngineSpec
 
 
 def check_ranks(spec: EngineSpec, fill: Fill | None) -> None:
-    """Raise ValueError for what several ranks cannot do; `spec` is that of the whole engine."""
+    """Raise ValueError for what several ranks cannot do. spec: of the whole engine."""
     config, device = spec.config, spec.device
     world = config.tensor_parallel
     rule, remedy = "be a function that ranks can import", "define it at the top of a module on their path"
-    # A rank's own is another.
+    # The `__main__` of a rank's process is another module.
     check(getattr(fill, "__module__", None) != "__main__", "fill", rule, fill, remedy)
     try:
         pickle.dumps(fill)
@@ -58,13 +58,13 @@ def _check_gpus(spec: EngineSpec) -> None:
     is_replay = config.graph_mode in ("auto", "replay")
     remedy = "leave it out"
     check(is_replay, "graph_mode", "be replay with several ranks", config.graph_mode, remedy)
-    # Without graphs kernels are compiled where a step first launches them, while the others wait.
+    # Without graphs a rank would compile kernels inside a step, at their first launch, while others wait.
     rule = "be empty with several ranks on GPUs"
     check(not config.reference_ops, "reference_ops", rule, config.reference_ops, remedy)
 
 
 def _check_sums(spec: EngineSpec, path: Path | None) -> None:
-    """Raise ValueError for sums of fewer shares than ranks, and for cuts through blocks and groups."""
+    """Raise ValueError for sums with fewer K splits than ranks, and for shards that cut blocks or groups."""
     world, is_gpu = spec.config.tensor_parallel, spec.device.type == "cuda"
     model, formats = spec.model, spec.weight_formats
     if formats:
@@ -72,7 +72,7 @@ def _check_sums(spec: EngineSpec, path: Path | None) -> None:
         given = with_prompt_rows(formats) if is_gpu else formats
         for rank in range(world):
             shard_layout(layout, model, given, rank, world, prompt_rows=is_gpu)
-    # Experts of quantised rows have no shares: each rank makes some of down's sums, of all hidden values.
+    # Experts with quantised rows have no K splits: each rank computes whole sums of some of down's rows.
     makes_rows = formats.get("layers.0.ffn.down", PLAIN).quantizes_rows
     if is_gpu or makes_rows:
         hidden, rule = model.hidden_size, f"be a multiple of {world} ranks"
@@ -87,7 +87,7 @@ def _check_sums(spec: EngineSpec, path: Path | None) -> None:
     for name, width in columns.items():
         if name == "moe_intermediate_size" and makes_rows:
             continue
-        # A CPU cuts what is not quantised into shares of any length.
+        # On a CPU the K splits of products that are not quantised may have any length.
         if is_gpu or (spec.weight_recipe == "w8a8" and width % FP8_BLOCK == 0):
-            k_splits, rule = count_k_splits(width), f"be summed in {world} shares at least"
+            k_splits, rule = count_k_splits(width), f"have at least {world} K splits"
             check(k_splits >= world, name, rule, f"{k_splits} of {width} columns", "use fewer ranks")

@@ -1,8 +1,8 @@
-"""How messages of rank 0 reach the others: through memory that the processes share.
+"""Sends rank 0's messages to the other ranks through memory that the processes share.
 
-A ring of bytes with one writer and a reader a rank; each message is its length and its pickle. Readers look
-at the ring for a moment and then sleep until a byte comes through their pipe. The memory is that of a file
-without a name: it is gone with the last process.
+A ring of bytes with one writer and one reader per rank. Each message is its length, its checksum and its
+pickle. A reader polls the ring for a moment and then sleeps until a byte comes through its pipe. The memory
+is that of a file without a name, which disappears with the last process.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 CAPACITY = 1 << 20
-# A word a cache line, since each has a writer of its own: the bytes written, then for each rank those that
-# it has read, and whether it sleeps.
+# One word per cache line, since each word has its own writer: the bytes written, then for each rank the bytes
+# that it has read, then for each rank whether it sleeps.
 _LINE = 64
 _MOST_RANKS = 8
 _HEADER = _LINE * (1 + 2 * _MOST_RANKS)
-# Of a message: its bytes, and their checksum, for machines on which one process may see another's writes in
-# another order.
+# A message's length in bytes and its checksum: on some machines a process may see another's writes out of
+# order.
 _HEAD = struct.Struct("<QI")
-# Longer than the host needs between two steps; looking costs a core, so idle ranks sleep.
-_LOOK_S = 0.001
-# Should a reader fall asleep in the very moment in which the writer looked.
+# Longer than the host needs between two steps. Polling keeps a core busy, so idle ranks sleep.
+_POLL_S = 0.001
+# A bound on each sleep: the writer misses a reader that falls asleep just after the writer checked.
 _SLEEP_S = 0.02
 _PAUSE_S = 0.00005
 
@@ -46,7 +46,7 @@ class _Ring:
         self._words[line * _LINE // 8] = value
 
     def _spans(self, at: int, size: int) -> Iterator[slice]:
-        """Where `size` bytes behind the first `at` of the stream lie: in one piece or in two."""
+        """Yield the one or two slices of the memory for `size` bytes of the stream from byte `at` on."""
         first = at % CAPACITY
         yield slice(_HEADER + first, _HEADER + min(first + size, CAPACITY))
         if first + size > CAPACITY:
@@ -54,11 +54,13 @@ class _Ring:
 
 
 class PlanWriter(_Ring):
-    """The writer for `world - 1` readers. Their processes inherit `file` and the reading ends of `pipes`, by
-    rank from 1 on."""
+    """The writer for `world - 1` readers, whose processes inherit `file` and their pipe's reading end.
+
+    pipes: (reading end, writing end) of each rank from 1 on.
+    """
 
     def __init__(self, world: int) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the ring
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the ring
         self._file.truncate(_HEADER + CAPACITY)
         self.file = self._file.fileno()
         super().__init__(self.file)
@@ -66,8 +68,10 @@ class PlanWriter(_Ring):
         self.pipes = {rank: os.pipe() for rank in self.readers}
 
     def send(self, message: Any, check: Callable[[], None]) -> None:
-        """Write a message, in pieces if it is longer than the ring. `check` is called while readers are
-        waited for, and raises where they will not come."""
+        """Write a message, in parts if it is longer than the ring.
+
+        Calls `check`, which may raise, again and again while it waits for readers.
+        """
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         left = memoryview(_HEAD.pack(len(pickled), zlib.crc32(pickled)) + pickled)
         while left:
@@ -91,11 +95,11 @@ class PlanWriter(_Ring):
 
     @property
     def slowest(self) -> int:
-        """The reader that has read least."""
+        """The rank that has read least."""
         return min(self.readers, key=self._word)
 
     def close(self) -> None:
-        """Give back what the processes do not hold themselves."""
+        """Close this process' files and memory; readers keep their own."""
         self._words.release()
         self._memory.close()
         self._file.close()
@@ -105,7 +109,7 @@ class PlanWriter(_Ring):
 
 
 class PlanReader(_Ring):
-    """The reader of `rank`; `file` and `pipe` are inherited."""
+    """The reader of `rank`. file, pipe: descriptors inherited from rank 0's process."""
 
     def __init__(self, rank: int, file: int, pipe: int) -> None:
         super().__init__(file)
@@ -113,18 +117,18 @@ class PlanReader(_Ring):
         self._read = 0
 
     def receive(self) -> Any:
-        """The next message, however long it takes. Raises RuntimeError for one that is not as it was sent."""
+        """Wait for the next message and return it. Raises RuntimeError for a wrong checksum."""
         size, checksum = _HEAD.unpack(self._take(_HEAD.size))
         pickled = self._take(size)
         if zlib.crc32(pickled) != checksum:
-            raise RuntimeError(f"a message of {size} bytes came otherwise than it was sent")
+            raise RuntimeError(f"the checksum of a message of {size} bytes is wrong")
         return pickle.loads(pickled)
 
     def _take(self, size: int) -> bytes:
         taken = bytearray()
         while len(taken) < size:
-            there = self._wait() - self._read
-            part = min(there, size - len(taken))
+            available = self._wait() - self._read
+            part = min(available, size - len(taken))
             for span in self._spans(self._read, part):
                 taken += self._memory[span]
             self._read += part
@@ -132,8 +136,8 @@ class PlanReader(_Ring):
         return bytes(taken)
 
     def _wait(self) -> int:
-        """Until something is written; returns how much is."""
-        until = time.monotonic() + _LOOK_S
+        """Wait for unread bytes; return how many bytes were written in all."""
+        until = time.monotonic() + _POLL_S
         while (written := self._word(0)) == self._read:
             if time.monotonic() < until:
                 time.sleep(0)

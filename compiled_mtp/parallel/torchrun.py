@@ -1,8 +1,8 @@
-"""Ranks that torchrun has started: they find rank 0, and do what it would have started processes for.
+"""Ranks that torchrun has started: they connect to rank 0 and run its jobs in place of new processes.
 
-Rank 0 sends the order of an engine, with the file descriptors that go with it, through a socket of the
-machine. The same socket tells each side of the other's end, so that nobody is left, and behind an engine that
-is closed the ranks wait for the next.
+Rank 0 sends the job of an engine, with its file descriptors, through a Unix socket. The same socket tells
+each side when the other ends, so that no process remains. After an engine is closed the ranks wait for the
+next job.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from compiled_mtp.config import Torchrun
 from compiled_mtp.errors import fail
 from compiled_mtp.parallel.forks import remove_own
 
-# Until all are there: Python may be importing torch, or a script preparing something.
-MEET_S = 120.0
+# For all ranks to connect: a process may still import torch, or the script may prepare something.
+RENDEZVOUS_S = 120.0
 _PAUSE_S = 0.05
 _RANK_0, _LONGEST_ADDRESS = "rank_0", 107
-# For a rank to end by itself when it is told to.
+# For a rank to end by itself when rank 0 tells it to.
 _END_S = 1.0
-# In front of an order: the bytes of its pickle. Behind one that was carried out there is the byte.
+# Before a job: the length of its pickle in bytes. A rank answers a job that ran to its end with _DONE.
 _HEAD = struct.Struct("<Q")
 _DONE = b"."
 
 
-class Order(Protocol):
-    """What goes to a rank: a dataclass, some of whose fields are file descriptors."""
+class Job(Protocol):
+    """The message to a rank: a dataclass with three file descriptors (`ranks.RankJob`)."""
 
     @property
     def rank(self) -> int: ...
@@ -60,9 +60,9 @@ class Order(Protocol):
 
 
 def folder_of(torchrun: Torchrun) -> Path:
-    """Where the processes of one start find each other: no other user can write there.
+    """Return the folder in which the processes of one torchrun find each other; only this user has access.
 
-    Raises ValueError where another one has made it.
+    Raises ValueError if another user has made it.
     """
     text = f"{torchrun.run_id} {torchrun.restart_count}"
     name = f"{os.getuid()}_{torchrun.master_port}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -70,14 +70,17 @@ def folder_of(torchrun: Torchrun) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     made = folder.lstat()
     if made.st_uid != os.getuid() or made.st_mode & 0o077:
-        raise fail("TMPDIR", "be a folder where nobody else writes for you", folder, "remove it")
+        raise fail("TMPDIR", "hold a folder that only you may access", folder, "remove it")
     return folder
 
 
 @contextmanager
 def address_of(folder: Path) -> Iterator[str]:
-    """Rank 0's socket in `folder`. The system takes at most 107 bytes, which a long TMPDIR exceeds: so by the
-    folder's descriptor where there is such a path."""
+    """Yield the address of rank 0's socket in `folder`.
+
+    An address has at most 107 bytes. A longer one, from a long TMPDIR, is replaced by a path through the
+    folder's descriptor in /proc, if the system has that.
+    """
     plain = folder / _RANK_0
     if len(os.fsencode(plain)) <= _LONGEST_ADDRESS or not Path("/proc/self/fd").is_dir():
         yield str(plain)
@@ -90,27 +93,29 @@ def address_of(folder: Path) -> Iterator[str]:
 
 
 @functools.cache
-def meeting_of(torchrun: Torchrun) -> Meeting:
-    """This process' own: ranks come to it once, whatever number of engines it has."""
-    return Meeting(torchrun)
+def rendezvous_of(torchrun: Torchrun) -> Rendezvous:
+    """Return this process' one `Rendezvous`: ranks connect once, however many engines it creates."""
+    return Rendezvous(torchrun)
 
 
-class Meeting:
-    """Where the other processes of a torchrun find rank 0, which is this one. From when it is made they know
-    that rank 0 lives, and when it ends."""
+class Rendezvous:
+    """Rank 0's socket, to which the other processes of a torchrun connect.
+
+    From its creation on they know that rank 0 lives, and they find out when it ends.
+    """
 
     def __init__(self, torchrun: Torchrun) -> None:
         self.world = torchrun.world_size
         folder = folder_of(torchrun)
         self._listener = socket.socket(socket.AF_UNIX)
-        # Of an earlier start that was killed.
+        # Remove the socket of an earlier start that was killed.
         (folder / _RANK_0).unlink(missing_ok=True)
         with address_of(folder) as address:
             self._listener.bind(address)
         self._listener.listen(self.world)
         self._connections: dict[int, tuple[socket.socket, int]] = {}
         weakref.finalize(self, remove_own, folder, os.getpid())
-        # What a fork holds open would hide the end of rank 0 from the others.
+        # Copies that a fork holds open would hide the end of rank 0 from the other ranks.
         close = weakref.WeakMethod(self._close)
 
         def close_copies() -> None:
@@ -119,13 +124,13 @@ class Meeting:
 
         os.register_at_fork(after_in_child=close_copies)
 
-    def join(self, order: Order) -> JoinedRank:
-        """Give a rank its order, once all are there. Raises ValueError if they do not come."""
+    def join(self, job: Job) -> JoinedRank:
+        """Send a rank its job, once all ranks are connected. Raises ValueError if one does not connect."""
         self._wait()
-        return JoinedRank(*self._connections[order.rank], order)
+        return JoinedRank(*self._connections[job.rank], job)
 
     def dismiss(self) -> None:
-        """Let ranks find this process before it ends, if they have not yet: else they would wait for it."""
+        """Let all ranks connect before this process ends: a rank that has not would wait for it."""
         with suppress(ValueError, OSError):
             self._wait()
 
@@ -135,92 +140,94 @@ class Meeting:
             connection.close()
 
     def _wait(self) -> None:
-        until = time.monotonic() + MEET_S
+        until = time.monotonic() + RENDEZVOUS_S
         while len(self._connections) < self.world - 1:
             self._listener.settimeout(max(until - time.monotonic(), _PAUSE_S))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 missing = sorted({*range(1, self.world)} - self._connections.keys())
-                rule = f"all create the engine within {MEET_S:.0f} s"
+                rule = f"all create the engine within {RENDEZVOUS_S:.0f} s"
                 remedy = "let every process run the same script"
                 raise fail("ranks", rule, f"none from {missing}", remedy) from None
-            connection.settimeout(MEET_S)
+            connection.settimeout(RENDEZVOUS_S)
             hello = json.loads(connection.recv(256))
             self._connections[hello["rank"]] = connection, hello["process"]
 
 
 class JoinedRank:
-    """The process of a rank that torchrun has started, as `subprocess.Popen` has one that this process
-    starts; its end is that of the engine for which it was joined."""
+    """The process of a rank that torchrun has started, with the methods of `subprocess.Popen` that are used.
 
-    def __init__(self, connection: socket.socket, pid: int, order: Order) -> None:
+    `wait` returns at the end of the job, or of the process.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int, job: Job) -> None:
         self.pid = pid
         self.stdin = None
         self.returncode: int | None = None
         self._connection = connection
-        connection.settimeout(MEET_S)
-        pickled = pickle.dumps(order)
-        with suppress(OSError):  # It has ended: its report says so.
-            socket.send_fds(connection, [_HEAD.pack(len(pickled))], [order.plans, order.wake, order.report])
+        connection.settimeout(RENDEZVOUS_S)
+        pickled = pickle.dumps(job)
+        with suppress(OSError):  # The process has ended: its closed report pipe shows that.
+            socket.send_fds(connection, [_HEAD.pack(len(pickled))], [job.plans, job.wake, job.report])
             connection.sendall(pickled)
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `Popen.wait`; 0 for an order that was carried out, 1 for a process that has ended."""
+        """Wait as `Popen.wait`; return 0 for a job that ran to its end, 1 for a process that has ended."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
-                said = self._connection.recv(1)
+                answer = self._connection.recv(1)
             except TimeoutError:
                 raise subprocess.TimeoutExpired("rank", timeout or 0.0) from None
             except OSError:
-                said = b""
-            self.returncode = 0 if said == _DONE else 1
+                answer = b""
+            self.returncode = 0 if answer == _DONE else 1
         return self.returncode
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """End the process: close the connection, then kill it if it does not end within _END_S seconds."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         try:
             while not self.wait(_END_S):
                 self.returncode = None
         except subprocess.TimeoutExpired:
-            # It still holds the other end, so the number is its own.
+            # The process still holds the other end, so no other process has its number.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def follow(torchrun: Torchrun, carry_out: Callable[[Any], int]) -> None:
-    """Carry out one order of rank 0 after the other, and end with it; in a process of another rank.
+def follow(torchrun: Torchrun, run_job: Callable[[Any], int]) -> None:
+    """Run rank 0's jobs one after the other, in a process of another rank, and end with rank 0.
 
-    carry_out returns 0 for an order that was carried out to its end. Raises ValueError where rank 0 does not
-    come; else it does not return.
+    run_job: returns 0 for a job that ran to its end. Raises ValueError if rank 0 does not come; else it does
+    not return.
     """
     connection = _connect(torchrun)
     if threading.current_thread() is threading.main_thread():
-        # torchrun sends them to all, and rank 0 sees to them.
+        # torchrun sends both to all processes; rank 0 handles them.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     hello = {"rank": torchrun.rank, "process": os.getpid()}
     with suppress(OSError):  # Rank 0 has ended.
         connection.sendall(json.dumps(hello).encode())
-    orders: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
-    ends = threading.Thread(target=_receive, args=(connection, orders, folder_of(torchrun)), daemon=True)
+    jobs: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
+    ends = threading.Thread(target=_receive, args=(connection, jobs, folder_of(torchrun)), daemon=True)
     ends.start()
     while True:
-        order, files = orders.get()
-        code = carry_out(order)
+        job, files = jobs.get()
+        code = run_job(job)
         for file in files:
             os.close(file)
         if code:
-            # Rank 0 has been told why, or finds it out, and says it before torchrun ends everything.
+            # Rank 0 knows the cause, or finds it, and must report it before torchrun ends all processes.
             ends.join()
         connection.sendall(_DONE)
 
 
 def _connect(torchrun: Torchrun) -> socket.socket:
-    until = time.monotonic() + MEET_S
+    until = time.monotonic() + RENDEZVOUS_S
     while time.monotonic() < until:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -230,23 +237,23 @@ def _connect(torchrun: Torchrun) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             time.sleep(_PAUSE_S)
-    rule, remedy = f"create an engine within {MEET_S:.0f} s", "let every process run the same script"
+    rule, remedy = f"create an engine within {RENDEZVOUS_S:.0f} s", "let every process run the same script"
     raise fail("rank 0", rule, "none", remedy)
 
 
-def _receive(connection: socket.socket, orders: SimpleQueue[Any], folder: Path) -> None:
-    """Orders, and with the end of rank 0 that of this process."""
+def _receive(connection: socket.socket, jobs: SimpleQueue[Any], folder: Path) -> None:
+    """Receive rank 0's jobs; end this process when rank 0 ends."""
     folders = [folder]
     with suppress(OSError):
         while True:
             head = socket.recv_fds(connection, _HEAD.size, 3)
-            said, files, *_ = head
-            size = _HEAD.unpack(said + _take(connection, _HEAD.size - len(said)))[0]
-            order = pickle.loads(_take(connection, size))
+            received, files, *_ = head
+            size = _HEAD.unpack(received + _take(connection, _HEAD.size - len(received)))[0]
+            job = pickle.loads(_take(connection, size))
             plans, wake, report = files
-            folders[1:] = [order.folder]
-            orders.put((dataclasses.replace(order, plans=plans, wake=wake, report=report), files))
-    # Where rank 0 was killed nobody else does.
+            folders[1:] = [job.folder]
+            jobs.put((dataclasses.replace(job, plans=plans, wake=wake, report=report), files))
+    # Rank 0 removes the folders unless it was killed.
     for each in folders:
         shutil.rmtree(each, ignore_errors=True)
     with suppress(Exception):
@@ -257,8 +264,8 @@ def _receive(connection: socket.socket, orders: SimpleQueue[Any], folder: Path) 
 def _take(connection: socket.socket, size: int) -> bytes:
     taken = b""
     while len(taken) < size:
-        piece = connection.recv(size - len(taken))
-        if not piece:
+        received = connection.recv(size - len(taken))
+        if not received:
             raise ConnectionError
-        taken += piece
+        taken += received
     return taken

@@ -1,1 +1,1 @@
-"""Many engines behind one service: a stream goes on when the engine that decodes it dies. Imports no Ray."""
+"""Many engines behind one service: a stream continues when its engine dies. Imports no Ray."""

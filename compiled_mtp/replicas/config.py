@@ -1,4 +1,4 @@
-"""ReplicaConfig: how many replicas there are and what each has. No Ray, no FastAPI."""
+"""ReplicaConfig: the number of replicas and the resources of each. No Ray, no FastAPI."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import fail, remedy_of, rule_of, shown
 from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig, is_loopback
 
-# Ray's own: how its proxy listens. A key in the arguments would be on Ray's dashboard.
-_NOT_HERE = {
+# Settings that Ray's own options replace, and api_key, which Ray's dashboard would show as an argument.
+_REFUSED = {
     "host": "set Ray's http_options.host",
     "port": "set Ray's http_options.port",
     "api_key": "set COMPILED_MTP_SERVER_API_KEY where Ray runs, or api_key_file",
-    "header_timeout_s": "leave it out; Ray's proxy reads headers, and waits for them as it likes",
-    "keep_alive_timeout_s": "leave it out; Ray's proxy keeps connections as it likes",
-    "write_timeout_s": "leave it out; Ray's proxy takes all that is written, however slow its client is",
+    "header_timeout_s": "leave it out; Ray's proxy reads headers with its own limit",
+    "keep_alive_timeout_s": "leave it out; Ray's proxy keeps connections with its own limit",
+    "write_timeout_s": "leave it out; Ray's proxy buffers all output, however slow the client is",
 }
 
 
 class ReplicaConfig(BaseModel):
-    """Arguments of `compiled_mtp.ray_serve:app` that are neither the engine's nor the server's.
+    """The arguments of `compiled_mtp.ray_serve:app` that neither the engine nor the server takes.
 
     Raises ValueError with one line per mistake.
     """
@@ -38,32 +38,32 @@ class ReplicaConfig(BaseModel):
     gpus: float | None = Field(
         default=None,
         ge=0,
-        description="GPUs of a replica, 0 for a CPU; default: tensor_parallel if the cluster has some, "
+        description="GPUs of a replica, 0 for a CPU; default: tensor_parallel if the cluster has GPUs, "
         "unless device=cpu",
     )
-    cpus: float = Field(default=1, ge=0, description="CPU cores of a replica; threads too on a CPU")
-    ingress_replicas: int = Field(default=1, ge=1, description="processes that talk to clients")
-    ingress_cpus: float = Field(default=1, ge=0, description="CPU cores of each of those")
+    cpus: float = Field(default=1, ge=0, description="CPU cores of a replica; on a CPU also its threads")
+    ingress_replicas: int = Field(default=1, ge=1, description="processes that serve clients")
+    ingress_cpus: float = Field(default=1, ge=0, description="CPU cores of each ingress")
     max_failovers: int = Field(
-        default=3, ge=0, description="times that a request is begun again when its replica is lost"
+        default=3, ge=0, description="times that a request restarts on another replica after a loss"
     )
     start_timeout_s: float = Field(
-        default=600.0, gt=0, description="seconds in which a replica must take a request"
+        default=600.0, gt=0, description="seconds within which a replica must take a request"
     )
     silence_timeout_s: float = Field(
         default=30.0,
         ge=5,
-        description="seconds without a word after which a replica loses its streams to another",
+        description="seconds without a message after which a replica's streams move to another",
     )
     prefix_chunks: int = Field(
-        default=1, ge=1, description="chunks of a prompt that decide which replica is preferred"
+        default=1, ge=1, description="prefill chunks of a prompt that decide which replica is preferred"
     )
     max_imbalance: int = Field(
         default=4,
         ge=0,
         description="requests that a preferred replica may have more than the least loaded one",
     )
-    stats_period_s: float = Field(default=2.0, gt=0, description="seconds between looks at the replicas")
+    stats_period_s: float = Field(default=2.0, gt=0, description="seconds between polls of the replicas")
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -98,18 +98,18 @@ class ReplicaConfig(BaseModel):
 
 
 def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, EngineConfig]:
-    """Return the three configs that the arguments of an app mean; each name belongs to one of them.
+    """Return the three configs of an app's arguments; each name belongs to one of them.
 
-    Raises ValueError for an unknown name, one that Ray decides, a value out of range, names of other hosts
-    among allowed_hosts without a key, and a seed that more than one ingress would give.
+    Raises ValueError for an unknown name, a name in _REFUSED, a value out of range, names of other hosts in
+    allowed_hosts without a key, and a seed with more than one ingress.
     """
     fields: dict[type, dict[str, Any]] = {ReplicaConfig: {}, ServerConfig: {}, EngineConfig: {}}
     for name, value in args.items():
-        if name in _NOT_HERE:
-            raise fail("args", "leave out what is Ray's or secret", name, _NOT_HERE[name])
+        if name in _REFUSED:
+            raise fail("args", "leave out Ray's settings and secrets", name, _REFUSED[name])
         owner = next((one for one in fields if name in one.model_fields), None)  # type: ignore[attr-defined]
         if owner is None:
-            known = sorted({n for one in fields for n in one.model_fields} - _NOT_HERE.keys())  # type: ignore[attr-defined]
+            known = sorted({n for one in fields for n in one.model_fields} - _REFUSED.keys())  # type: ignore[attr-defined]
             raise ValueError(f"args must name settings only, got {shown(name)}; known are {known}")
         fields[owner][name] = value
     server = ServerConfig(**fields[ServerConfig])
@@ -120,8 +120,10 @@ def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, En
 
 
 def check_seed(engine: EngineConfig, num_ingresses: int) -> None:
-    """Raise ValueError for a seed that several ingresses would give: each counts its own requests from the
-    first, and two of them would have one seed."""
+    """Raise ValueError for a seed with several ingresses.
+
+    Each ingress counts its own requests, so two requests would have the same seed.
+    """
     if engine.seed is not None and num_ingresses > 1:
         raise fail(
             "seed", "be left out with more than one ingress", engine.seed, "send one with each request"
@@ -129,33 +131,34 @@ def check_seed(engine: EngineConfig, num_ingresses: int) -> None:
 
 
 def check_access(server: ServerConfig) -> None:
-    """Raise ValueError unless whoever calls the service by another name than the loopback's needs a key."""
+    """Raise ValueError if clients without a key may call the service by a name other than the loopback's."""
     others = server.hosts() - set(LOOPBACK_NAMES)
     if others and not server.read_keys() and not server.allow_anyone:
         raise fail(
             "allowed_hosts",
             "be this machine's own names without a key",
             sorted(others),
-            f"{_NOT_HERE['api_key']}, or allow_anyone",
+            f"{_REFUSED['api_key']}, or allow_anyone",
         )
 
 
 def find_inert(server: ServerConfig) -> list[str]:
-    """Return the names of settings that were given, in the environment, and that do nothing on Ray."""
-    return sorted(server.model_fields_set & _NOT_HERE.keys() - {"api_key"})
+    """Return the names of the settings from the environment that have no effect on Ray."""
+    return sorted(server.model_fields_set & _REFUSED.keys() - {"api_key"})
 
 
 def check_proxy(host: str | None) -> None:
-    """Raise ValueError unless Ray's proxies, at `host`, are this machine's own: for a door without a key.
+    """Raise ValueError unless `host`, on which Ray's proxies listen, is a loopback address.
 
-    Whoever reaches them may call the service by any name. host None: Ray does not tell.
+    For a service without a key: all clients that reach the proxies may call it by any name. host: None if
+    Ray does not report it.
     """
     if host is None or not is_loopback(host):
         raise fail(
             "http_options.host",
-            "be this machine's own without a key",
-            "what Ray does not tell" if host is None else host,
-            f"set it to 127.0.0.1, or {_NOT_HERE['api_key']}, or allow_anyone",
+            "be a loopback address without a key",
+            "no address from Ray" if host is None else host,
+            f"set it to 127.0.0.1, or {_REFUSED['api_key']}, or allow_anyone",
         )
 
 

@@ -1,4 +1,4 @@
-"""The connection that streams need (server.sse.Connection), over a server whose `send` is all there is."""
+"""The connection that streams need (server.sse.Connection), over a server that has only ASGI's `send`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from compiled_mtp.server.auth import App, Message, Receive, Scope, Send
 _MOST_BYTES = 64 * 1024
 
 
-class SentConnection:
-    """Buffers what is written and sends it in order, in a task of its own."""
+class BufferedConnection:
+    """Buffers what is written and sends it in order, in a separate task."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -23,8 +23,10 @@ class SentConnection:
         self._error: Exception | None = None
 
     def write(self, body: bytes) -> bool:
-        """Send a part of the answer; False when the connection is full. Raises what the server's `send`
-        raised before."""
+        """Buffer a part of the answer; return False when the connection is full.
+
+        Raises an earlier error of the server's `send`.
+        """
         self._check()
         if not self._is_aborted:
             self._parts.append(body)
@@ -35,17 +37,17 @@ class SentConnection:
 
     @property
     def is_full(self) -> bool:
-        """Whether what was written has yet to be sent."""
+        """Whether more than _MOST_BYTES wait to be sent."""
         return self._num_bytes > _MOST_BYTES
 
     async def wait_for_room(self) -> None:
-        """Until everything is sent. Raises what the server's `send` raised."""
+        """Wait until everything is sent. Raises an error of the server's `send`."""
         while self._pump is not None and (self._parts or not self._pump.done()):
             await asyncio.shield(self._pump)
         self._check()
 
     def abort(self) -> None:
-        """Send no more: what is buffered is lost, and so is the end of the answer."""
+        """Stop sending: drop the buffer and the rest of the answer."""
         self._is_aborted = True
         self._parts.clear()
         self._num_bytes = 0
@@ -53,8 +55,7 @@ class SentConnection:
             self._pump.cancel()
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message, behind everything that was written. Raises what the server's `send` raises,
-        now or before."""
+        """Send an ASGI message after everything written before. Raises an error of the server's `send`."""
         if not self._is_aborted:
             await self.wait_for_room()
             await self._send(message)
@@ -70,7 +71,7 @@ class SentConnection:
             try:
                 await self._send({"type": "http.response.body", "body": body, "more_body": True})
             except Exception as error:
-                # Nobody may be waiting now; whoever writes or waits next is told.
+                # Keep the error: the next call of `write`, `send` or `wait_for_room` raises it.
                 self._error, self._num_bytes = error, 0
                 self._parts.clear()
                 return
@@ -78,17 +79,17 @@ class SentConnection:
 
 
 class WithConnection:
-    """Gives an app's streams a connection where the server (Ray Serve's replica) has none."""
+    """Middleware that gives an app's streams a connection where the server (Ray Serve's replica) has none."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        connection = SentConnection(send)
+        connection = BufferedConnection(send)
         state = {**scope.get("state", {}), "connection": connection}
         try:
             await self._app({**scope, "state": state}, receive, connection.send)

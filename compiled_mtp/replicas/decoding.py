@@ -1,4 +1,4 @@
-"""The replica's side of a call: its own engine, and what it tells the ingress."""
+"""The replica's side of a call: decodes on its own engine and sends the outputs to the ingress."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, Stream
-from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused, Teller
+from compiled_mtp.replicas.messages import Accepted, Call, HistoryTrimmer, Message, Refused
 from compiled_mtp.request import RequestOutput
 
-# Seconds without an output after which a replica says that it is alive: several times within the shortest
-# silence for which a ReplicaConfig lets its streams be taken away.
-_BEAT_S = 1.0
+# Seconds without an output after which a replica sends a heartbeat: several per the least silence_timeout_s.
+_HEARTBEAT_S = 1.0
 
 
 async def decode(
     engine: AsyncEngine, call: Call, replica_id: str, identity: str
 ) -> AsyncGenerator[Message, None]:
-    """Yield Accepted and then the outputs of all choices, or Refused alone. Leaving early aborts the request.
+    """Yield Accepted and then the outputs of all choices, or Refused alone. Closing early aborts the request.
 
-    While there are no outputs an empty list says again and again that the engine's steps end. Raises
-    EngineStoppedError when the engine ends before the request, EngineHungError when its step hangs.
+    While there are no outputs it yields an empty list as a heartbeat, if the engine's step does not hang.
+    Raises EngineStoppedError if the engine ends before the request, EngineHungError if a step hangs.
     """
     try:
         stream = await engine.add(
@@ -35,21 +34,21 @@ async def decode(
     except EngineStoppedError as error:
         yield Refused("stopped", str(error), replica_id)
         return
-    teller = Teller()
+    trimmer = HistoryTrimmer()
     try:
         yield Accepted(replica_id, identity)
         while (outputs := await _wait(stream)) is not None:
             if not outputs:
                 engine.check_step()
-            yield [teller.tell(one) for one in outputs]
+            yield [trimmer.trim(one) for one in outputs]
     finally:
         stream.abort()
 
 
 async def _wait(stream: Stream) -> list[RequestOutput] | None:
-    """The outputs that come next, none if there are none in time, None at the end."""
+    """Return the next outputs, [] if none come within _HEARTBEAT_S seconds, None at the end."""
     try:
-        async with asyncio.timeout(_BEAT_S):
+        async with asyncio.timeout(_HEARTBEAT_S):
             output = await anext(stream)
     except TimeoutError:
         return []

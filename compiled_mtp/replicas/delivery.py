@@ -1,4 +1,4 @@
-"""One choice's output, put together from the replicas that decoded it: nothing twice, nothing left out."""
+"""Joins one choice's output from the replicas that decoded it, without repeats or gaps."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput, 
 
 
 class ReplicasDifferError(EngineStoppedError):
-    """A replica that was to go on with a stream said something else than the one before it."""
+    """A replica that continues a stream decoded differently from the replica before it."""
 
     code = "replicas_differ"
 
 
 class Delivery:
-    """Drops from what replicas say of one choice whatever was delivered before.
+    """Drops from replicas' outputs of one choice what was delivered before.
 
-    A replica that begins again says all tokens from the first: as many as were delivered are compared and
-    dropped, and so are as many characters, log probabilities and drafts, wherever its rounds have cut them.
-    The metrics count the rounds that are passed on: those of tokens that were dropped count for nobody.
+    A replica that restarts the choice sends all tokens from the first. Delivered tokens are compared and
+    dropped, with as many characters, log probabilities and drafts, wherever the replica's rounds end. The
+    metrics count only rounds with delivered tokens.
     """
 
     def __init__(self, request_id: str, index: int, num_prompt: int) -> None:
@@ -36,46 +36,46 @@ class Delivery:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Another replica decodes the choice, from its first token."""
+        """Expect another replica's outputs, from the choice's first token on."""
         self._seen_tokens = self._seen_characters = self._seen_logprobs = 0
 
-    def take(self, said: RequestOutput, total_s: float) -> RequestOutput | None:
-        """Return what is new in an output that a `Teller` told, `total_s` seconds after the request arrived;
-        None if nothing is.
+    def take(self, received: RequestOutput, total_s: float) -> RequestOutput | None:
+        """Return what is new in an output of a `HistoryTrimmer`, None if nothing is.
 
-        Raises ReplicasDifferError for tokens that are not those that were delivered, and for fewer.
+        total_s: seconds since the request arrived. Raises ReplicasDifferError if the output's tokens differ
+        from the delivered ones, or end before them.
         """
         if self.finish_reason is not None:
             return None
-        tokens = self._new_tokens(said.new_token_ids)
-        text = said.new_text[max(0, self._num_characters - self._seen_characters) :]
-        self._seen_characters += len(said.new_text)
-        logprobs = said.logprobs
+        tokens = self._new_tokens(received.new_token_ids)
+        text = received.new_text[max(0, self._num_characters - self._seen_characters) :]
+        self._seen_characters += len(received.new_text)
+        logprobs = received.logprobs
         if logprobs is not None:
             num_seen, self._seen_logprobs = self._seen_logprobs, self._seen_logprobs + len(logprobs)
             logprobs = logprobs[max(0, self._num_logprobs - num_seen) :]
-        of_prompt = None if self._has_prompt_logprobs else said.prompt_logprobs
-        if said.finish_reason in ("stop", "length") and self._is_behind():
+        of_prompt = None if self._has_prompt_logprobs else received.prompt_logprobs
+        if received.finish_reason in ("stop", "length") and self._is_behind():
             raise ReplicasDifferError(
                 f"replicas must decode the same tokens, got an end after {self._seen_tokens} of "
-                f"{len(self._token_ids)} that were delivered; give all replicas one checkpoint, one device "
-                "and one version"
+                f"{len(self._token_ids)} delivered tokens; give all replicas one checkpoint, one device and "
+                "one version"
             )
-        if not (tokens or text or logprobs or of_prompt or said.finish_reason):
+        if not (tokens or text or logprobs or of_prompt or received.finish_reason):
             return None
         self._token_ids += tokens
         self._num_characters += len(text)
         self._num_logprobs += len(logprobs or ())
         self._has_prompt_logprobs |= of_prompt is not None
-        self.finish_reason = said.finish_reason
-        return said._replace(
+        self.finish_reason = received.finish_reason
+        return received._replace(
             request_id=self._request_id,
             new_token_ids=tokens,
             new_text=text,
-            metrics=self._count(said.metrics.history, total_s),
+            metrics=self._count(received.metrics.history, total_s),
             logprobs=logprobs,
             prompt_logprobs=of_prompt,
-            drafts=_cut(said.drafts, len(said.new_token_ids) - len(tokens), len(tokens)),
+            drafts=_cut(received.drafts, len(received.new_token_ids) - len(tokens), len(tokens)),
         )
 
     def abort(self, total_s: float) -> RequestOutput:
@@ -89,8 +89,8 @@ class Delivery:
         if token_ids[: len(known)] != known:
             raise ReplicasDifferError(
                 f"replicas must decode the same tokens, got others from token {start} of "
-                f"{len(self._token_ids)} that were delivered; give all replicas one checkpoint, one device "
-                "and one version"
+                f"{len(self._token_ids)} delivered tokens; give all replicas one checkpoint, one device and "
+                "one version"
             )
         self._seen_tokens += len(token_ids)
         return token_ids[len(known) :]
@@ -98,15 +98,15 @@ class Delivery:
     def _is_behind(self) -> bool:
         return self._seen_tokens < len(self._token_ids) or self._seen_characters < self._num_characters
 
-    def _count(self, told: RequestHistory, total_s: float) -> RequestMetrics:
+    def _count(self, received: RequestHistory, total_s: float) -> RequestMetrics:
         history = self._history
         if not self._has_begun:
             self._has_begun = True
-            history.seed, history.mtp_step = told.seed, told.mtp_step
-            history.cached_tokens = told.cached_tokens
+            history.seed, history.mtp_step = received.seed, received.mtp_step
+            history.cached_tokens = received.cached_tokens
         if self._token_ids and history.time_to_first_token_s is None:
             history.time_to_first_token_s = total_s
-        history.rounds += told.rounds
+        history.rounds += received.rounds
         self._total_s = total_s
         return self._metrics()
 
@@ -115,16 +115,16 @@ class Delivery:
 
 
 def _cut(drafts: Sequence[RoundDrafts] | None, num_known: int, num_new: int) -> list[RoundDrafts] | None:
-    """The drafts of an output's rounds that are behind its first num_known tokens; num_new of them are left.
+    """Return the drafts of an output's rounds after its first num_known tokens; num_new tokens remain.
 
-    As the scheduler does it where it says again what was said.
+    The scheduler cuts drafts the same way when it replays a preempted request.
     """
     if drafts is None or not num_known:
         return None if drafts is None else list(drafts)
-    left = []
+    kept = []
     for one in drafts:
         num_tokens = one.num_accepted + 1
         if num_known < num_tokens and num_new:
-            left.append(RoundDrafts(one.token_ids[num_known:], one.num_accepted - num_known))
+            kept.append(RoundDrafts(one.token_ids[num_known:], one.num_accepted - num_known))
         num_known = max(0, num_known - num_tokens)
-    return left
+    return kept

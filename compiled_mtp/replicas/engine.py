@@ -1,4 +1,4 @@
-"""ReplicatedEngine: many engines as one, with the face of an AsyncEngine for the service in front of it."""
+"""ReplicatedEngine: many engines as one, with AsyncEngine's interface for the service."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from compiled_mtp.request import SamplingParams, derive_seed
 
 
 class ReplicatedEngine:
-    """Takes requests as AsyncEngine does and has them decoded by replicas. Belongs to one event loop.
+    """Takes requests as AsyncEngine does and sends them to replicas. Belongs to one event loop.
 
-    Every request has a seed before it leaves: its own, or one that is derived from `seed`, or drawn. So any
+    Every request gets a seed before it is sent: its own, one derived from `seed`, or a drawn one. So any
     replica decodes it to the same tokens, and its stream outlives the replica. chunk, num_chunks: tokens of
-    a prefill chunk, and how many of them decide which replica is preferred. max_open: choices that are open
-    at a time. stream_buffer: outputs of a choice that nobody has read.
+    a prefill chunk, and how many chunks decide which replica is preferred. max_open: choices that may be open
+    at a time. stream_buffer: the most unread outputs of a choice.
     """
 
     def __init__(
@@ -56,24 +56,27 @@ class ReplicatedEngine:
 
     @property
     def status(self) -> Status:
-        """Return "ok" while requests are taken, "draining" while only open ones are decoded, "stopped" after
-        that. A replica that hangs is not the whole of it."""
+        """Return "ok" while it takes requests, "draining" while it decodes only open ones, then "stopped".
+
+        A replica that hangs does not change it.
+        """
         return "ok" if self._closing is None else "stopped" if self._is_closed else "draining"
 
     @property
     def num_open(self) -> int:
-        """Choices that are decoded or wait."""
+        """Choices that run or wait."""
         return self._num_open
 
     @property
     def num_unrouted(self) -> int:
-        """Requests that no replica has taken yet."""
+        """Requests that no replica has accepted yet."""
         return sum(not relay.accepted.done() for relay in self._relays)
 
     async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
-        """Add several requests, of `prompt_token_ids`, `params` and `priority`; where one is refused, none.
+        """Add several requests, or none if one is refused; return their streams once replicas accept them.
 
-        Raises ValueError, QueueFullError and EngineStoppedError, once replicas have taken or refused them.
+        requests: mappings with `prompt_token_ids`, `params` and `priority`. Raises ValueError, QueueFullError
+        and EngineStoppedError.
         """
         params = [request.get("params") or SamplingParams() for request in requests]
         self._check_open(sum(one.n for one in params))
@@ -91,7 +94,7 @@ class ReplicatedEngine:
         return [stream for stream, _ in relays]
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests, wait for those that are open, and close; whether all of them ended."""
+        """Take no more requests, wait for the open ones, and close; return whether all of them ended."""
         self._closing = "the server is shutting down; try another or later"
         deadline = time.monotonic() + timeout_s
         while self._num_open and time.monotonic() < deadline:
@@ -101,7 +104,7 @@ class ReplicatedEngine:
         return is_empty
 
     def close(self) -> None:
-        """Abort what is open, on the event loop."""
+        """Abort the open requests; call it on the event loop."""
         self._closing = self._closing or "the server was shut down"
         self._is_closed = True
         for stream in list(self._tasks):
@@ -135,7 +138,7 @@ class ReplicatedEngine:
         stream.request_id = request.get("request_id") or f"request-{uuid.uuid4().hex[:16]}"
         relay = Relay(call, stream, self._open, self._limits, self._observer)
         self._num_open += params.n
-        # Ray takes a call's id from the context, and of two waiting calls of one id finds a replica for one.
+        # A context per call: Ray takes a call's id from it, and of two waiting calls of one id routes one.
         task = loop.create_task(relay.run(), context=contextvars.Context())
         self._tasks[stream] = task
         self._relays.add(relay)

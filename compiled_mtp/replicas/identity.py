@@ -1,4 +1,4 @@
-"""What a replica promises: a text that is equal for engines that decode equal tokens."""
+"""A replica's identity: a text that is equal only for engines that decode equal tokens."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(__file__).parents[1]
 _SUFFIXES = (".json", ".jinja", ".safetensors")
-# They make text and grammars' masks; torch and Triton are in the machine's key.
+# They tokenise and make grammars' masks. `machine_key` has torch and Triton.
 _LIBRARIES = ("llguidance", "tokenizers")
-# Each part is hashed by itself, so that one large file has many readers.
+# Each part is hashed separately, so that many threads read one large file.
 _PART_BYTES = 64 << 20
 _BUFFER_BYTES = 4 << 20
 _MOST_READERS = 16
 
 
 class CheckpointFile(NamedTuple):
-    """A file of a checkpoint as it was found: what took its place since, or its bytes', has another stamp."""
+    """A file of a checkpoint with the stamps that show a later replacement or change."""
 
     path: Path
     size: int
-    # Unlike mtime it is nobody's to set back.
+    # Unlike mtime, programs cannot set ctime back.
     ctime_ns: int
     inode: int
 
 
 def list_files(model: Path) -> list[CheckpointFile]:
-    """Return what decides tokens of a GGUF file, or in the directory of a checkpoint, by name; nothing of one
-    that is not there."""
+    """Return the files that decide tokens, of a GGUF file or a checkpoint directory, sorted by path.
+
+    Returns [] for a model that does not exist.
+    """
     found = []
     is_gguf = model.suffix == ".gguf"
-    # A tokenizer may lie beside it.
+    # A GGUF file may use a tokenizer from its directory.
     paths = [*part_files(model), *model.parent.glob("*.json")] if is_gguf else model.glob("*")
     for path in sorted(paths):
         if path.is_file() and (is_gguf or path.suffix in _SUFFIXES):
@@ -54,13 +56,13 @@ def list_files(model: Path) -> list[CheckpointFile]:
 
 
 def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFile]) -> str:
-    """Return a text that differs with every byte of the checkpoint, the config, the device, the threads, what
-    torch was told, the versions and, for a package that is edited where it lies, the code and tables of this
-    one.
+    """Return a text that differs between engines that may decode different tokens.
 
-    loaded: the files as they were before the engine read them. Raises ValueError if one is another by now.
+    It depends on every byte of the checkpoint, the config, the device, the threads, torch's settings, the
+    versions and, for an editable install, this package's code and tables. loaded: the files before the engine
+    read them. Raises ValueError if one has changed since.
     """
-    # They wait for torch, which the ingress does without.
+    # Imported here: they import torch, which the ingress does not need.
     import torch
 
     from compiled_mtp.graphs.artifacts import machine_key, source_digest
@@ -68,26 +70,26 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
 
     _check_unchanged(engine.frontend.path, loaded)
     sources = source_digest((_PACKAGE, _PACKAGE / "ops", _PACKAGE / "graphs"))
-    # On a GPU the threads of the CPU, which are those of the machine, decide nothing.
-    told = dataclasses.replace(NumericSettings.read(), num_threads=engine.num_threads or 0)
-    what: list[Any] = [platform.machine(), sorted(machine_key(engine.runner.spec.device).items())]
-    what += [torch.__config__.show(), told, [_version(name) for name in _LIBRARIES]]
-    what += [compiled_mtp.__version__, sources, config.model_dump_json()]
-    what += [engine.scheduler.limits.longest, engine.runner.memory.max_model_len, digest_files(loaded)]
+    # On a GPU the number of CPU threads, which differs between machines, changes no token.
+    settings = dataclasses.replace(NumericSettings.read(), num_threads=engine.num_threads or 0)
+    parts: list[Any] = [platform.machine(), sorted(machine_key(engine.runner.spec.device).items())]
+    parts += [torch.__config__.show(), settings, [_version(name) for name in _LIBRARIES]]
+    parts += [compiled_mtp.__version__, sources, config.model_dump_json()]
+    parts += [engine.scheduler.limits.longest, engine.runner.memory.max_model_len, digest_files(loaded)]
     _check_unchanged(engine.frontend.path, loaded)
-    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _check_unchanged(model: Path, loaded: Sequence[CheckpointFile]) -> None:
     if changed := {one.path.name for one in {*loaded} ^ {*list_files(model)}}:
         raise ValueError(
-            f"model must stay as it is while it is loaded, got {sorted(changed)} changed; start the replica "
+            f"model must not change while it is loaded, got changes of {sorted(changed)}; start the replica "
             "again"
         )
 
 
 def digest_files(files: Sequence[CheckpointFile]) -> str:
-    """Return a digest of the names, sizes and all bytes of files, read by several threads."""
+    """Return a digest of the names, sizes and all bytes of `files`; several threads read them."""
     parts = [(one.path, start) for one in files for start in range(0, one.size, _PART_BYTES)]
     digest = hashlib.sha256(repr([(one.path.name, one.size) for one in files]).encode())
     with ThreadPoolExecutor(min(_MOST_READERS, os.cpu_count() or 1)) as pool:
@@ -98,14 +100,14 @@ def digest_files(files: Sequence[CheckpointFile]) -> str:
 
 def _digest_part(part: tuple[Path, int]) -> bytes:
     path, start = part
-    # hashlib lets other threads run meanwhile.
+    # hashlib releases the interpreter lock while it hashes.
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_BUFFER_BYTES, _PART_BYTES)))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        left = _PART_BYTES
-        while left and (num_read := file.readinto(buffer[:left])):
+        num_left = _PART_BYTES
+        while num_left and (num_read := file.readinto(buffer[:num_left])):
             digest.update(buffer[:num_read])
-            left -= num_read
+            num_left -= num_read
     return digest.digest()
 
 

@@ -1,4 +1,4 @@
-"""What the ingress and the replicas tell each other. Small: each message is pickled and sent on its own."""
+"""Messages between the ingress and the replicas. They are small: Ray pickles and sends each separately."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from compiled_mtp.request import RequestOutput, SamplingParams
 
 
 class Call(NamedTuple):
-    """One request on its way to a replica. `params` have a seed: every replica must draw the same tokens.
+    """One request to a replica.
 
-    prefix: what requests share whose prompts begin alike, None for none. avoid: replicas that lost it.
+    params: with a seed, so that every replica draws the same tokens. prefix: a key that requests share if
+    their prompts begin alike, or None. avoid: ids of the replicas that lost or refused the request.
     """
 
     prompt_token_ids: Sequence[int]
@@ -23,14 +24,14 @@ class Call(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """A replica's first message: who decodes the request, and on what. Equal identities mean equal tokens."""
+    """A replica's first message: it decodes the request. Replicas of equal identity decode equal tokens."""
 
     replica_id: str
     identity: str
 
 
 class Refused(NamedTuple):
-    """A replica's only message: the request is `invalid`, or the replica `full`, or `stopped`."""
+    """A replica's only message: the request is `invalid`, or the replica is `full` or `stopped`."""
 
     kind: Literal["invalid", "full", "stopped"]
     message: str
@@ -38,21 +39,23 @@ class Refused(NamedTuple):
     retry_after_s: int = 1
 
 
-# Outputs as a `Teller` tells them. An empty list says that the replica is alive.
+# Outputs come from a `HistoryTrimmer`. An empty list is a heartbeat.
 Message = Accepted | Refused | list[RequestOutput]
 
 
-class Teller:
-    """Makes of one request's outputs what is sent of them: their history holds the rounds since the last
-    output of the choice alone, since the whole of it would be sent again and again."""
+class HistoryTrimmer:
+    """Trims the history of one request's outputs to the rounds since the choice's last output.
+
+    Without it each output would repeat the history of all rounds before it.
+    """
 
     def __init__(self) -> None:
-        self._num_told: dict[int, int] = {}
+        self._num_sent: dict[int, int] = {}
 
-    def tell(self, output: RequestOutput) -> RequestOutput:
-        """Return the next output with a history of its own."""
+    def trim(self, output: RequestOutput) -> RequestOutput:
+        """Return a copy of the next output with a trimmed history."""
         metrics = output.metrics
-        told = self._num_told.get(output.index, 0)
-        self._num_told[output.index] = metrics.rounds
-        history = replace(metrics.history, rounds=metrics.history.rounds[told : metrics.rounds])
+        num_sent = self._num_sent.get(output.index, 0)
+        self._num_sent[output.index] = metrics.rounds
+        history = replace(metrics.history, rounds=metrics.history.rounds[num_sent : metrics.rounds])
         return output._replace(metrics=metrics._replace(history=history))

@@ -1,4 +1,4 @@
-"""What the ingress's /metrics tells: the service's own metrics over all replicas, and losses beside them."""
+"""The ingress's /metrics: the service's metrics over all replicas, and counts of lost replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaMetrics(Metrics):
-    """Counts what is delivered by all replicas; `set_replicas` is called every few seconds."""
+    """Counts what all replicas deliver; the ingress calls `set_replicas` every few seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,46 +24,46 @@ class ReplicaMetrics(Metrics):
         self._num_unrouted = 0
         self._num_failovers = 0
         self._num_lost = 0
-        # Gauges are there for those who ask before the first look.
+        # /metrics has the gauges before the first poll of the replicas.
         self.set_replicas([], 0)
 
     def on_failover(self) -> None:
-        """A request is begun again on another replica."""
+        """Count a request that restarts on another replica."""
         self._num_failovers += 1
 
     def on_lost(self) -> None:
-        """A request ends for want of a replica."""
+        """Count a request that ends because no replica decodes it."""
         self._num_lost += 1
 
     def set_replicas(self, stats: Sequence[EngineStats], num_unrouted: int) -> None:
-        """Keep what the replicas say of themselves; requests that none has taken yet wait too."""
+        """Set the gauges from the replicas' stats; requests that no replica has accepted count as waiting."""
         self._num_replicas, self._num_unrouted = len(stats), num_unrouted
         total = sum_stats(stats) if stats else _empty_stats()
         self.set_stats(dataclasses.replace(total, waiting=total.waiting + num_unrouted))
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        """Yield every metric, as Prometheus' registry asks for them."""
+        """Yield every metric, for Prometheus' registry."""
         yield from super().collect()
         yield from self.collect_own()
 
     def collect_own(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield the metrics that no replica has."""
+        """Yield the metrics that only the ingress has."""
         name = "compiled_mtp_{}".format
         yield GaugeMetricFamily(name("replicas"), "replicas that answer", self._num_replicas)
         yield GaugeMetricFamily(
-            name("requests_unrouted"), "requests that no replica has taken yet", self._num_unrouted
+            name("requests_unrouted"), "requests that no replica has accepted yet", self._num_unrouted
         )
         yield CounterMetricFamily(
-            name("failovers"), "requests begun again on another replica", self._num_failovers
+            name("failovers"), "requests restarted on another replica", self._num_failovers
         )
         yield CounterMetricFamily(
-            name("requests_lost"), "requests that ended for want of a replica", self._num_lost
+            name("requests_lost"), "requests that ended because no replica decoded them", self._num_lost
         )
 
 
 def _empty_stats() -> EngineStats:
-    """What no engine says of itself."""
-    # Waits for torch, as the first stats that a replica sends do.
+    """Return the stats of no engine: zeros."""
+    # Imported here: it imports torch, as unpickling a replica's first stats does.
     from compiled_mtp.engine import EngineStats
     from compiled_mtp.spec.stats import SpeculationStats
 
@@ -71,7 +71,7 @@ def _empty_stats() -> EngineStats:
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """Return the sums of what engines, at least one, say of themselves; speculation is the first one's."""
+    """Return the sums of the stats of one engine or more; `speculation` is the first engine's."""
     first = stats[0]
     fields: dict[str, Any] = {
         field.name: sum(getattr(one, field.name) for one in stats)

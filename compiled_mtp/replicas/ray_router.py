@@ -1,4 +1,4 @@
-"""Ray Serve's side of routing: which replica a handle sends a call to. Imports Ray."""
+"""PrefixRouter: chooses the replica to which a Ray Serve handle sends a call. Imports Ray."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from compiled_mtp.replicas.routing import prefer
 
 
 class PrefixRouter(RequestRouter):
-    """Prefers the replica of a call's prefix unless it is loaded, and never one that lost the call before
-    while there is another. Among the rest Ray takes the one with the shortest queue.
+    """Prefers the replica of a call's prefix unless that replica has many requests more than another.
+
+    Avoids replicas that lost the call, if there are others. Of the remaining ones Ray takes the replica with
+    the shortest queue.
     """
 
     def initialize_state(self, max_imbalance: int = 4) -> None:
-        """Take `request_router_kwargs`."""
+        """Set the router up from Ray's `request_router_kwargs`."""
         self._max_imbalance = max_imbalance
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas to try, first those to prefer."""
+        """Return groups of replicas to try, the preferred group first."""
         call: Any = None
         if pending_request is not None:
-            # Every try has looked at all replicas: the next one may wait.
+            # Every try covers all replicas, so Ray may back off before the next try.
             pending_request.routing_context.should_backoff = True
             call = pending_request.args[0] if pending_request.args else None
         replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
@@ -45,5 +47,5 @@ class PrefixRouter(RequestRouter):
 
 
 def _shuffled(replicas: dict[str, RunningReplica]) -> list[RunningReplica]:
-    """In another order each time: of equal queues Ray takes the first."""
+    """Return the replicas in random order: Ray takes the first of equal queues."""
     return random.sample(list(replicas.values()), len(replicas))

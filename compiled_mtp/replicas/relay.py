@@ -1,4 +1,4 @@
-"""One request from the replicas to its stream: begun again elsewhere when a replica is lost."""
+"""Relays one request's outputs from replicas to its stream; restarts the request when a replica is lost."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from compiled_mtp.request import RequestOutput
 
 logger = logging.getLogger("compiled_mtp.replicas")
 
-# Replicas that say that they are full, before the request is refused as they refuse it.
+# Refusals by full replicas, after which the request is refused.
 _MOST_FULL = 3
-# Replicas that a request may lose without a new token: what kills engines must not go round them all.
+# Losses without a new token between them, after which the request ends: it may itself kill engines.
 _MOST_FRUITLESS = 2
 _PAUSE_S = 0.5
 
-# Sends a call to a replica and gives what it says; closing the iterator ends the request there.
+# Sends a call to a replica and yields its messages; closing the iterator ends the request there.
 OpenReplica = Callable[[Call], AsyncIterator[Message]]
 
 
 class ReplicasLostError(EngineStoppedError):
-    """A request was begun again as often as it may be, and every replica that had it was lost."""
+    """No replica is left for a request: it has lost as many replicas as it may, or found none in time."""
 
     code = "replicas_lost"
 
 
 class RelayObserver(Protocol):
-    """Is told what is delivered, of every replica that is lost, and of streams that end with an error."""
+    """Receives delivered outputs, lost replicas and streams that end with an error."""
 
     def count(self, outputs: Sequence[RequestOutput]) -> None: ...
 
@@ -49,9 +49,11 @@ class RelayObserver(Protocol):
 
 @dataclass(frozen=True)
 class RelayLimits:
-    """How long a request goes after replicas: begun again at most `max_failovers` times, and at most
-    `start_timeout_s` seconds without a replica between one new token and the next. A replica that has it and
-    says nothing for `silence_timeout_s` seconds is lost."""
+    """Limits of one request.
+
+    max_failovers: how often it may restart. start_timeout_s: seconds without a replica between one new token
+    and the next. silence_timeout_s: seconds without a message after which its replica counts as lost.
+    """
 
     max_failovers: int
     start_timeout_s: float
@@ -64,18 +66,18 @@ class _Loss(NamedTuple):
 
 
 class _LostError(Exception):
-    """A replica died, or ended a choice as no sampling parameter asks for."""
+    """A replica died, or ended a choice for a reason that is not in the request."""
 
 
-class _NobodyError(Exception):
-    """No replica said anything in time."""
+class _NoReplicaError(Exception):
+    """No replica sent a message in time."""
 
 
 class Relay:
-    """Carries one request. `accepted` is set when a replica has taken it, or has the error that refused it.
+    """Relays one request. `accepted` is done once a replica accepts it; it has the error if they refuse it.
 
-    The first replica's outputs are passed on as they come. When it is lost the request, which has its seed,
-    is sent to another; what was delivered is dropped from what that one says.
+    The relay passes on the first replica's outputs as they come. When that replica is lost, the relay sends
+    the request, which has a seed, to another replica and drops from its outputs what was delivered.
     """
 
     def __init__(
@@ -101,10 +103,10 @@ class Relay:
         self._has_begun = False
         self._avoid: list[str] = []
         self._num_lost = 0
-        # Of those, since the last token that was new.
+        # Replicas lost since the last new token.
         self._num_fruitless = 0
         self._num_full = 0
-        # Without a replica, since the last token that was new.
+        # Seconds without a replica since the last new token.
         self._searched_s = 0.0
         self._has_failed = False
         self._last_id: str | None = None
@@ -112,8 +114,8 @@ class Relay:
     async def run(self) -> None:
         """Follow replicas until every choice has ended.
 
-        Raises ValueError for a request that is refused and QueueFullError where no replica has room, both
-        only before `accepted` is set, ReplicasLostError and ReplicasDifferError.
+        Raises ValueError for an invalid request and QueueFullError if no replica has room, both only before
+        `accepted` is done; raises ReplicasLostError and ReplicasDifferError.
         """
         while (end := await self._follow()) is not None:
             is_known = end.replica_id in self._avoid
@@ -129,20 +131,20 @@ class Relay:
             elif not is_known:
                 self._count_loss(end)
             if is_known:
-                # There was no other that could be asked: it is on its way out, and another will come.
+                # Ray had no other replica; this one is about to be replaced.
                 await self._pause(end)
             for delivery in self._deliveries:
                 delivery.begin_again()
 
     def settle(self, task: asyncio.Task[None]) -> None:
-        """Tell the stream, and whoever waits for `accepted`, how `run` ended."""
+        """Pass the end of `run`, the finished `task`, to the stream and to `accepted`."""
         if task.cancelled():
             error: BaseException | None = EngineStoppedError("the request was aborted before it was added")
             for delivery in self._deliveries:
                 if delivery.finish_reason is None:
                     self._put(delivery.abort(self._elapsed_s()))
         elif (error := task.exception()) is not None:
-            # What a replica took is no longer the client's mistake.
+            # A request that a replica has accepted is not the client's mistake.
             is_refusal = isinstance(error, (QueueFullError, ValueError)) and not self.accepted.done()
             if not isinstance(error, EngineStoppedError) and not is_refusal:
                 logger.error("a request ended with a bug", exc_info=error)
@@ -154,11 +156,11 @@ class Relay:
                 self._observer.fail(self._stream.request_id, num_left)
         if error is not None and not self.accepted.done():
             self.accepted.set_exception(error)
-            # Whoever waited for it may be gone.
+            # Mark the error as retrieved: the waiting caller may have ended.
             self.accepted.exception()
 
     async def _follow(self) -> _Loss | Refused | None:
-        """Follow one replica to the end; why it was not the request's, None if it was."""
+        """Relay one replica's messages to their end; return None if the request ended, else the reason."""
         self._last_id = None
         messages = self._open(self._call._replace(avoid=tuple(self._avoid)))
         try:
@@ -166,17 +168,17 @@ class Relay:
             if isinstance(first, Refused):
                 return first
             if not isinstance(first, Accepted):
-                raise _LostError("it ended before it had said anything")
+                raise _LostError("it ended without a message")
             self._accept(first)
             async with SilenceWatch(self._limits.silence_timeout_s) as watch:
-                while (said := await _next(messages)) is not None:
+                while (outputs := await _next(messages)) is not None:
                     watch.heard()
-                    assert isinstance(said, list)
-                    self._deliver(said)
+                    assert isinstance(outputs, list)
+                    self._deliver(outputs)
         except _LostError as error:
             return _Loss(str(error), self._last_id)
         except TimeoutError:
-            return _Loss(f"it said nothing for {self._limits.silence_timeout_s:g} s", self._last_id)
+            return _Loss(f"it sent nothing for {self._limits.silence_timeout_s:g} s", self._last_id)
         finally:
             await _close(messages)
         if any(delivery.finish_reason is None for delivery in self._deliveries):
@@ -184,11 +186,11 @@ class Relay:
         return None
 
     async def _find(self, messages: AsyncIterator[Message]) -> Message | None:
-        """A replica's first message. All that a request waits for one until its next new token counts."""
+        """Return a replica's first message; the wait counts in `_searched_s` until the next new token."""
         start_s = time.monotonic()
         try:
             return await _next(messages, max(0.0, self._limits.start_timeout_s - self._searched_s))
-        except _NobodyError:
+        except _NoReplicaError:
             raise self._lost_in_search("none") from None
         finally:
             self._searched_s += time.monotonic() - start_s
@@ -197,21 +199,21 @@ class Relay:
         if not self.accepted.done():
             raise ValueError(refused.message)
         raise ReplicasDifferError(
-            f"replicas must take the same requests, got a refusal of what another took: "
+            f"replicas must accept the same requests, got a refusal of an accepted one: "
             f"{quote(refused.message)}; give all replicas one checkpoint, one device and one version"
         )
 
     def _count_loss(self, loss: _Loss | Refused) -> None:
         self._num_lost += 1
-        # A call that found its replica dead says nothing about the request.
+        # A replica that was dead before it got the call was not killed by the request.
         self._num_fruitless += isinstance(loss, _Loss) and loss.replica_id is not None
-        logger.warning("a replica was lost (%s): %s", loss.replica_id or "none had it", loss.message)
+        logger.warning("a replica was lost (%s): %s", loss.replica_id or "before it accepted", loss.message)
         if self._num_fruitless >= _MOST_FRUITLESS:
             self._observer.on_lost()
             raise ReplicasLostError(
                 f"the request must get a new token from one of {_MOST_FRUITLESS} replicas, got losses alone, "
-                f"the last: {quote(loss.message)}; try again later, or another request if this one always "
-                "ends so"
+                f"the last: {quote(loss.message)}; try again later, or change the request if it always ends "
+                "like this"
             )
         if self._num_lost > self._limits.max_failovers:
             self._observer.on_lost()
@@ -251,8 +253,8 @@ class Relay:
         if not self.accepted.done():
             self.accepted.set_result(None)
 
-    def _deliver(self, said: Sequence[RequestOutput]) -> None:
-        for one in said:
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for one in outputs:
             self._check_end(one)
             output = self._deliveries[one.index].take(one, self._elapsed_s())
             if output is not None:
@@ -261,19 +263,22 @@ class Relay:
                     self._num_fruitless, self._searched_s = 0, 0.0
                 self._put(output)
 
-    def _check_end(self, said: RequestOutput) -> None:
-        """Nobody asked for this abort; an error may be the device's, unless another replica says it too or
-        none may be asked."""
-        # What parameters cause, every replica would say.
-        is_doubted = (
-            said.finish_reason == "error"
-            and said.error_kind != "parameters"
+    def _check_end(self, output: RequestOutput) -> None:
+        """Raise _LostError if a choice ended for a reason that may be the replica's, not the request's.
+
+        That is so for an abort, which the ingress did not ask for, and for the request's first error that
+        its parameters do not cause, if the request may restart. A second error counts as the request's.
+        """
+        # An error that parameters cause would come from every replica.
+        may_be_replicas = (
+            output.finish_reason == "error"
+            and output.error_kind != "parameters"
             and not self._has_failed
             and self._may_begin_again()
         )
-        if said.finish_reason == "abort" or is_doubted:
+        if output.finish_reason == "abort" or may_be_replicas:
             self._has_failed = True
-            raise _LostError(said.error or said.finish_reason)
+            raise _LostError(output.error or output.finish_reason)
 
     def _may_begin_again(self) -> bool:
         return self._num_lost < self._limits.max_failovers and self._num_fruitless + 1 < _MOST_FRUITLESS
@@ -287,20 +292,22 @@ class Relay:
 
 
 async def _next(messages: AsyncIterator[Message], timeout_s: float | None = None) -> Message | None:
-    """What a replica says next, None at its end. Raises _NobodyError behind timeout_s, _LostError for
-    whatever goes wrong there."""
+    """Return a replica's next message, None at its end.
+
+    Raises _NoReplicaError after timeout_s seconds and _LostError for any other error.
+    """
     try:
         async with asyncio.timeout(timeout_s) as clock:
             return await anext(messages, None)
     except Exception as error:
         if clock.expired():
-            raise _NobodyError from None
+            raise _NoReplicaError from None
         raise _LostError(f"{type(error).__name__}: {error}") from error
 
 
 async def _close(messages: AsyncIterator[Message]) -> None:
     close = getattr(messages, "aclose", None)
     if close is not None:
-        # The replica is lost, or the request: nobody waits for what it would say.
+        # The replica is lost or the request has ended, so an error of the replica has no effect.
         with contextlib.suppress(Exception):
             await close()

@@ -1,4 +1,4 @@
-"""Which replica a request would rather have: prompts that begin alike go where their beginning is cached."""
+"""Which replica a request prefers: prompts that begin alike go to the replica that caches their beginning."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 def prefix_key(
     token_ids: Sequence[int], *, chunk: int, num_chunks: int, salt: str | None = None
 ) -> str | None:
-    """Return what prompts share whose first `num_chunks` chunks of `chunk` tokens, and salts, are equal.
+    """Return a key that is equal for prompts of one salt whose first `num_chunks` * `chunk` tokens are equal.
 
-    None for a prompt that is not longer than those: nothing of it that others share would be cached whole.
+    None for a prompt that is not longer than those tokens: the prefix cache would not have all of them.
     """
     length = chunk * num_chunks
     if len(token_ids) <= length:
@@ -21,10 +21,10 @@ def prefix_key(
 
 
 def rank(key: str, replica_ids: Sequence[str]) -> list[str]:
-    """Return the replicas in the order in which a key would have them.
+    """Return the replicas in the key's order of preference.
 
-    A replica that comes or goes moves only the keys that it has or had. Source: Thaler and Ravishankar, "A
-    name-based mapping scheme for rendezvous", 1996.
+    A replica that is added or removed moves only its own keys. Source: Thaler and Ravishankar, "A name-based
+    mapping scheme for rendezvous", 1996.
     """
     return sorted(
         replica_ids,
@@ -34,10 +34,10 @@ def rank(key: str, replica_ids: Sequence[str]) -> list[str]:
 
 
 def prefer(key: str | None, loads: Mapping[str, int], max_imbalance: int) -> str | None:
-    """Return the replica for a key: the first in its order with at most `max_imbalance` requests more than
-    the least loaded one. None without a key: then any will do.
+    """Return the replica for a key, None (any replica) without a key.
 
-    loads: requests that each replica has, at least one replica.
+    It is the first in the key's order with at most `max_imbalance` requests more than the least loaded one.
+    loads: requests of each replica, of one replica or more.
     """
     if key is None:
         return None

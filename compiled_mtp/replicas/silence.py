@@ -1,4 +1,4 @@
-"""How long a replica may say nothing."""
+"""SilenceWatch: limits the time between a replica's messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _TICKS = 8
 
 
 class SilenceWatch:
-    """An `async with` block that raises TimeoutError once `heard` was not called for `limit_s` seconds.
+    """An `async with` block that raises TimeoutError if `heard` is not called for `limit_s` seconds.
 
-    Counts only time in which the event loop ran: a tick that comes late counts as one. An ingress that was
-    paused finds its replicas' words when it goes on, and must not take its own pause for their silence.
+    Counts only time in which the event loop runs: a late tick counts as one. An ingress that was paused reads
+    its replicas' messages afterwards, and must not take its own pause for their silence.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -21,7 +21,7 @@ class SilenceWatch:
         self._clock = asyncio.timeout(None)
 
     def heard(self) -> None:
-        """Begin to count again."""
+        """Restart the count."""
         self._num_silent = 0
 
     async def __aenter__(self) -> SilenceWatch:
@@ -41,7 +41,7 @@ class SilenceWatch:
 
     def _tick(self) -> None:
         self._num_silent += 1
-        # The first tick after a word may have come at once.
+        # More than _TICKS: the first tick may come right after a message.
         if self._num_silent > _TICKS:
             self._clock.reschedule(self._loop.time())
         else:

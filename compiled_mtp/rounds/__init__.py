@@ -1,1 +1,1 @@
-"""What surrounds a decode round: prefill, first tokens, catch-up, log probabilities, rounds in two phases."""
+"""Launches beside the decode round: prefill, first token, catch-up, log probabilities, two-phase rounds."""

@@ -1,4 +1,4 @@
-"""The draft model reads the inputs that rounds without drafts deferred, before it drafts again."""
+"""Catch-up: the draft model reads the inputs that rounds without drafts deferred, before it drafts again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from compiled_mtp.step import Step
 
 
 def catch_up(step: Step, state_index: torch.Tensor) -> None:
-    """Write the deferred inputs (token, hidden before it) into the draft's KV, as rounds with drafts do.
+    """Write the deferred draft inputs (token, hidden before it) into the draft's KV, as drafting rounds do.
 
-    state_index [B] int32, 0 for padding. Mutates the draft's KV and the slots' num_deferred.
+    state_index [B] int32, 0 for padding. Mutates the draft's KV and the slots' num_deferred, which become 0.
     """
     assert step.draft is not None
     assert step.kv_cache.draft is not None
     slots, index = step.slots, state_index.to(torch.int64)
     pos, table = slots.pos[index], slots.block_table[index]
-    # A ring entry for each position pos - num_deferred + 1 .. pos; rows past these write nothing.
+    # One ring entry per position pos - num_deferred + 1 .. pos; rows past these write nothing.
     width = slots.deferred_ids.shape[1]
     positions, kv_slots = place_rows(
         pos - slots.num_deferred[index] + 1,

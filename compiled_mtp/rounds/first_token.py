@@ -1,4 +1,4 @@
-"""The first token of a prompt, drawn from the hidden state that its last piece left in the slot."""
+"""The first token of a prompt, drawn from the hidden state that its last chunk left in the slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_mtp.step_output import StepOutput
 
 
 def first_token(step: Step, state_index: torch.Tensor, num_drafts: int) -> torch.Tensor:
-    """Draw y_0 of prompts whose last pieces are processed, and draft from it for the first round.
+    """Draw y_0 of prompts whose last chunks are processed, and draft from it for the first round.
 
     state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = 1 and S = num_drafts. Mutates
     the slots' last tokens, histories and drafts, and the draft's KV.
@@ -23,9 +23,9 @@ def first_token(step: Step, state_index: torch.Tensor, num_drafts: int) -> torch
 
 
 def first_logits(step: Step, state_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits [B, V] that y_0 is drawn from, and its positions [B]."""
+    """The logits [B, V] that y_0 is drawn from, and the positions [B] of y_0."""
     index = state_index.to(torch.int64)
-    # Before the head, a fence: `sample` reads positions early (see ops/sample).
+    # Gather positions before the head, which is a fence: `sample` reads them early (see ops/sample).
     positions, hidden = step.slots.pos[index], step.slots.last_hidden[index]
     return step.target.logits(hidden), positions
 
@@ -37,7 +37,7 @@ def first_filtered(
     positions: torch.Tensor,
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The logits [B, V] that `conclude_first` adds noise to for the same arguments; mutates nothing."""
+    """The logits [B, V] to which `conclude_first` adds noise for the same arguments; mutates nothing."""
     return filtered_logits(
         step,
         logits=logits,
@@ -56,7 +56,7 @@ def conclude_first(
     num_drafts: int,
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw, commit and draft from the results of `first_logits`; returns what `first_token` does.
+    """Draw, commit and draft from the results of `first_logits`; return what `first_token` does.
 
     masks [B, words] int32 as `sample` takes them, None to allow every id.
     """
@@ -74,7 +74,7 @@ def conclude_first(
     is_live = state_index > 0
     token = torch.where(is_live, token, 0)
     slots.last_token[index] = token
-    # Every slot's history is written; `sample` reads those of requests with penalties or bad words alone.
+    # Write every slot's history; `sample` reads only those of requests with penalties or bad words.
     slots.output_counts[index, token] = slots.output_counts[index, token] + is_live
     slots.recent_ids[index, positions % RECENT_IDS] = token
     drafts = token.new_empty((token.shape[0], 0))
@@ -105,8 +105,8 @@ def rows_at(
 ) -> DecodeRows:
     """Rows at positions start .. start + count - 1 of each request; start and base [B] int64.
 
-    index: state_index as int64. Near max_model_len positions are clamped and writes dropped, as are writes
-    through block-table entries that are not reserved.
+    index: state_index as int64. At max_model_len positions are clamped and writes dropped; writes through
+    block-table entries without a block are dropped too.
     """
     block_table = step.slots.block_table[index]
     positions, slot_mapping = place_rows(

@@ -1,4 +1,4 @@
-"""Log probabilities of drawn tokens, and the processed logits that some requests ask them of."""
+"""Log probabilities of drawn tokens, taken from raw logits or, if a request asks so, from processed ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def filtered_logits(
     state_index: torch.Tensor,
     masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The logits [M, V] that `Step.draw` adds noise to for the same arguments; mutates nothing.
+    """The logits [M, V] to which `Step.draw` adds noise for the same arguments; mutates nothing.
 
-    Call it before the round commits: sampling parameters look at the slots' histories.
+    Call it before the round commits: penalties and bad words read the slots' histories.
     """
     return filter_logits(
         logits,
@@ -44,8 +44,8 @@ def add_logprobs(
 ) -> torch.Tensor:
     """Append the log probabilities of a packed round's tokens, as `pack_logprobs` does.
 
-    raw [B * W, V]: the logits of the round. filtered: their `filtered_logits`, which count for requests with
-    processed log probabilities; None if no request wants these.
+    raw [B * W, V]: the logits of the round. filtered: their `filtered_logits`, used for requests with
+    processed log probabilities; None if no request asks for these.
     """
     rows, num_tokens = raw, raw.shape[0] // state_index.shape[0]
     if filtered is not None:

@@ -1,7 +1,7 @@
-"""Log probabilities of a prompt's own tokens: what each row of a chunk gives to the token behind it.
+"""Log probabilities of a prompt's own tokens: each row of a chunk scores the token after it.
 
-Runs beside the chunk's program, uncompiled, and only for a chunk of which somebody asks: chunks of others
-launch what they always did.
+Runs uncompiled after the chunk's program, only for requests that ask for it: other chunks' launches do not
+change.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.ops.row_logprobs import RowLogprobs, row_logprobs
 
 SLICE_ROWS = 64
-"""Rows whose logits are made at once; the memory plan leaves room for so many."""
+"""Rows whose logits exist at one time; the memory plan reserves room for them."""
 
 
 @torch.no_grad()
 def score_rows(
     target: TargetModel, hidden: torch.Tensor, next_ids: torch.Tensor, num_valid_ids: int
 ) -> RowLogprobs:
-    """Return the log probabilities of next_ids [N] int64, a multiple of SLICE_ROWS, each behind its row.
+    """Return the log probabilities of next_ids [N] int64, each of which follows the row of its index.
 
-    hidden [n, H] are a chunk's, after the final norm; rows of next_ids from n on score zeros, and rows of
-    hidden from N on are left alone. Every product has SLICE_ROWS rows, which begin at a multiple of it in the
-    chunk: the bits depend on the prompt alone.
+    N is a multiple of SLICE_ROWS. hidden [n, H] are a chunk's hidden states after the final norm: ids from n
+    on are scored on rows of zeros, and rows from N on are not read. Every product has SLICE_ROWS rows, which
+    begin at a multiple of SLICE_ROWS in the chunk: the bits depend on the prompt alone.
     """
     slices = []
     for first in range(0, next_ids.shape[0], SLICE_ROWS):

@@ -1,7 +1,7 @@
-"""A round in two phases: the host fills the masks of grammars, or takes log probabilities, between them.
+"""A round in two phases: between them the host fills the masks of grammars or takes log probabilities.
 
-`verify` runs the forward and leaves its results in buffers that other launches keep; `accept` draws, accepts
-and drafts from them. Together they do what `Step.decode` does.
+`verify` runs the forward and leaves its results in buffers that other launches do not write; `accept` draws,
+accepts and drafts from them. Together they do what `Step.decode` does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from compiled_mtp.step_output import pack_round
 
 
 class TwoPhaseRound:
-    """The two phases of a step's rounds, and the buffers between them, which `reserve` makes.
+    """The two phases of a step's rounds, and the buffers between them, which `reserve` allocates.
 
-    hidden [rows, H]; logits [rows, V] float32; masks [rows, words] int32, a bit per id as `sample` takes
+    hidden [rows, H]; logits [rows, V] float32; masks [rows, words] int32, one bit per id as `sample` takes
     them, written by `write_masks` before each `accept`; window: a Window of as many rows.
     """
 
@@ -32,9 +32,9 @@ class TwoPhaseRound:
         return self.logits.shape[0]
 
     def reserve(self, rows: int) -> None:
-        """Make the buffers anew, for rounds of up to `rows` rows.
+        """Allocate new buffers for rounds of up to `rows` rows.
 
-        An error leaves the buffers as they are; an interrupt leaves them, or buffers without rows.
+        An error leaves the old buffers; an interrupt leaves the old ones, the new ones, or ones without rows.
         """
         like, vocab_size = self.step.slots.last_hidden, self.step.target.vocab_size
         hidden = like.new_zeros((rows, like.shape[1]))
@@ -44,18 +44,18 @@ class TwoPhaseRound:
             row = self.step.slots.block_table if name == "block_table" else self.step.slots.pos
             window[name] = row.new_zeros((rows, *row.shape[1:]))
         logits = like.new_zeros((rows, vocab_size), dtype=torch.float32)
-        # Rows are counted by the logits, so these go first and come last.
+        # num_rows counts the rows of the logits: shrink these first and replace them last.
         self.logits = logits[:0]
         self.hidden, self.masks, self.window = hidden, masks, Window(**window)
-        # Rows of masks that may forbid ids; the rows after them allow all.
+        # The number of leading rows of masks that may forbid ids; later rows allow all ids.
         self._num_masked = 0
         self.logits = logits
 
     def verify(self, state_index: torch.Tensor, shape: RoundShape) -> None:
         """Run the first phase: leave window, hidden states and logits in the buffers. Mutates the caches."""
         window = self.step.read_window(state_index=state_index, shape=shape)
-        # Before the forward, whose head is a fence: sampling and accepting read a window early, and the
-        # second phase has no product before them.
+        # Copy the window before the forward, whose head is a fence: sampling and accepting read the window
+        # early, and the second phase has no product before them.
         for kept, part in zip(self._window(len(state_index), shape), window, strict=True):
             kept.copy_(part)
         hidden, logits = self.step.verify(state_index=state_index, window=window)
@@ -63,9 +63,9 @@ class TwoPhaseRound:
         self.logits[: logits.shape[0]] = logits
 
     def accept(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
-        """Run the second phase of the round that `verify` left; returns what `Step.decode` does.
+        """Run the second phase of the round that `verify` began; return what `Step.decode` does.
 
-        state_index must name the requests of that round, whose slots no launch between the phases changed.
+        state_index must name the requests of that round; no launch between the phases may change their slots.
         """
         step, window = self.step, self._window(len(state_index), shape)
         rows = window.tokens.shape[0]
@@ -83,7 +83,7 @@ class TwoPhaseRound:
         return pack_round(accepted=accepted, drafts=drafts)
 
     def filtered(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
-        """Between the phases: the logits [B * W, V] that `accept` will add noise to; mutates nothing."""
+        """Between the phases: the logits [B * W, V] to which `accept` will add noise; mutates nothing."""
         window = self._window(len(state_index), shape)
         rows = window.tokens.shape[0]
         return filtered_logits(
@@ -96,13 +96,13 @@ class TwoPhaseRound:
         )
 
     def write_masks(self, masks: torch.Tensor | None) -> None:
-        """Have the next `accept` masked by `masks` [n, words] in its first n rows, and by none in the others.
+        """Mask the first n rows of the next `accept` by `masks` [n, words], and no other rows.
 
-        Every accept writes its masks: one that failed, or was interrupted, leaves its own behind. A round
-        without masks after another one launches nothing here.
+        Every accept needs this call: a failed or interrupted one leaves its masks in the buffer. A round
+        without masks after another such round launches nothing here.
         """
         rows, num_stale = 0 if masks is None else masks.shape[0], self._num_masked
-        # An error or an interrupt may come between any two lines: count too many rows rather than too few.
+        # An error or an interrupt may come between any two lines: count too many masked rows, never too few.
         self._num_masked = max(rows, num_stale)
         if masks is not None:
             self.masks[:rows] = masks
@@ -111,7 +111,7 @@ class TwoPhaseRound:
         self._num_masked = rows
 
     def _window(self, batch: int, shape: RoundShape) -> Window:
-        """The part of the buffers that the window of a round of `batch` requests takes."""
+        """The leading rows of the window buffers, for a round of `batch` requests."""
         rows = batch * (shape.verify + 1)
         by_request = {"base": batch, "pos": batch, "block_table": batch}
         return Window(

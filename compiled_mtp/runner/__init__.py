@@ -1,1 +1,1 @@
-"""From a config to programs that run plans: what follows from it, memory, masks, launches."""
+"""From a config to programs that run plans: resolved settings, memory, masks, launches."""

@@ -1,6 +1,6 @@
 """Puts an engine's device side together: weights, memory, caches, programs.
 
-Whatever can be refused without the weights is refused before they are loaded.
+Checks that need no weights come before the weights are loaded.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with (what, done, total) while the engine starts."""
 
 Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
-"""Writes every parameter, by name."""
+"""Writes every parameter; called with the parameters by name."""
 
 
 class Parts(NamedTuple):
-    """What a runner runs on, ready to use; later: what makes further depths ready, if anything does."""
+    """What a runner runs on, ready to use; later: loads the programs of further depths, None for none."""
 
     memory: MemoryPlan
     step: Step
@@ -66,13 +66,13 @@ def build(
 ) -> Parts:
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
-    Of several ranks all call it alike. The others are as `Runner` has them. Raises ValueError for a
-    checkpoint, a machine or a graph_cache that does not fit the config.
+    Every rank calls it with the same arguments, except its own spec. progress, fill and save_to are as in
+    `Runner`. Raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
     """
     apply(spec)
     if spec.cache is not None:
         stored = read_key(spec.cache)
-        # Of what differs with it the number of ranks is the cause.
+        # The number of ranks comes first: it makes other fields of the key differ too.
         check_key(spec.cache, stored | {"tensor_parallel": spec.world})
         key = early_key(spec)
         check_key(spec.cache, stored | key)
@@ -97,7 +97,7 @@ def build(
     if spec.cache is not None:
         check_key(spec.cache, key | late_key(spec, buckets, memory.num_blocks, graph_mode))
         directory = spec.own_folder(load(spec.cache) / PROGRAMS_NAME)
-        # Absent from a cache for CUDA-graph trees, which compile from what the compiler has kept.
+        # A cache for CUDA-graph trees has no programs: the trees compile from the compiler's own caches.
         saved = directory if directory.is_dir() else None
     step = _make_step(spec, memory, target, draft)
     moves = _make_moves(spec, memory, step)
@@ -117,8 +117,8 @@ def _make_programs(
     save_to: Path | None,
     progress: Progress | None,
 ) -> tuple[Programs, LaterDepths | None]:
-    """The programs, every shape ready, and what loads further depths from a cache while the engine works."""
-    # All that is saved is compiled.
+    """The programs, ready to run, and the loader of further depths from a cache while the engine works."""
+    # An export compiles and saves every depth.
     further = () if save_to is not None else spec.further_depths
     programs = Programs(
         step,
@@ -129,18 +129,18 @@ def _make_programs(
         plain_depths=() if saved is not None else further,
         communicator=spec.communicator,
     )
-    # Ranks would adopt what comes later each at its own time.
+    # Several ranks load every depth at the start: later each would adopt a program at another step.
     later = further if saved is not None and spec.communicator is None else ()
     if spec.has_shapes:
         first = first_depth(spec.config.depths) if later else None
-        told = None if progress is None else partial(progress, "compiled shapes")
-        made = None if save_to is None else spec.own_folder(save_to)
-        programs.warm_up(told, saved, depth=first, save_to=made)
+        shape_progress = None if progress is None else partial(progress, "compiled shapes")
+        own_save_to = None if save_to is None else spec.own_folder(save_to)
+        programs.warm_up(shape_progress, saved, depth=first, save_to=own_save_to)
     return programs, _later(programs, later, saved)
 
 
 def _make_moves(spec: EngineSpec, memory: MemoryPlan, step: Step) -> Moves:
-    # Rank 0 plans by its own copies.
+    # The other ranks do not tell rank 0 which copies are complete: their launches wait for every copy.
     tensors = (step.slot_tensors, step.slots.block_table, step.kv_cache)
     moves = Moves(*tensors, holds_launches=spec.rank > 0)
     if memory.host_records:
@@ -150,12 +150,12 @@ def _make_moves(spec: EngineSpec, memory: MemoryPlan, step: Step) -> Moves:
         if memory.prefix_host_records:
             moves.allocate_prefix_host(memory.prefix_host_records, memory.prefix_host_blocks)
     elif spec.config.prefix_cache:
-        logger.warning("prompts are prefilled from their beginnings: no memory is left for a prefix cache")
+        logger.warning("every prompt is prefilled from its beginning: no memory is left for a prefix cache")
     return moves
 
 
 def _later(programs: Programs, depths: Sequence[int], saved: Path | None) -> LaterDepths | None:
-    """What loads the programs of these depths from a cache while the engine works."""
+    """The loader of these depths' programs from a cache while the engine works; None without depths."""
     if not depths:
         return None
     assert saved is not None
@@ -182,10 +182,10 @@ def _load(
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
         )
-    place = (spec.part, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
+    arguments = (spec.model_shard, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
     family = FAMILIES[spec.model.family]
-    target = family.target(*place)
-    draft = family.draft(*place) if spec.mtp_step else None
+    target = family.target(*arguments)
+    draft = family.draft(*arguments) if spec.mtp_step else None
     parameters = {name: parameter.data for name, parameter in target.named_parameters()}
     if draft is not None:
         parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -202,7 +202,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
-            # Of the time that reading from the page cache takes, it adds a third on a CPU, a 25th on a GPU.
+            # The check adds a third to a load from the page cache on a CPU, and a 25th on a GPU.
             is_checked=spec.device.type == "cuda" or spec.config.check_weights,
             progress=None if progress is None else partial(progress, "weights"),
         )
@@ -211,9 +211,9 @@ def _load(
 
 @torch.no_grad()
 def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft: DraftModel | None) -> Step:
-    config, model, device = spec.config, spec.part, spec.device
+    config, model, device = spec.config, spec.model_shard, spec.device
     slots, block_size, mtp_step = config.max_batch + SPARE_SLOTS, config.block_size, spec.mtp_step
-    # Before the caches, since making it takes more than it is.
+    # Before the caches are allocated: making the head takes more memory than the head itself.
     draft_head = spec.draft_head.make(target.head_weight, target.head_rows)
     kv_cache = KVCache(
         model, memory.num_blocks, block_size, spec.kv_dtype, device, with_draft=draft is not None
@@ -243,7 +243,10 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
 
 
 def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
-    """The granularity of rows within which a row's bits do not depend on the rows beside it."""
+    """The number of rows whose multiples are batch sizes at which a row's bits do not depend on the others.
+
+    Warns where none is found.
+    """
     if spec.device.type == "cuda":
         return 1
     config = spec.config
@@ -252,24 +255,24 @@ def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules()), target.head_weight]
     found = find_row_unit(weights, row_counts)
-    # The largest of all ranks: each one's is a multiple of the smaller ones.
+    # All ranks take the largest unit: units are powers of two, so it is a multiple of every rank's own.
     unit = -spec.agree(-(found or 2 * units[-1]))
     if unit > units[-1]:
         logger.warning(
-            "this machine's matrix library gives a row other bits with other rows beside it: tokens may "
-            "depend on the batch and on mtp_step here"
+            "this machine's matrix library computes a row to different bits when the other rows of its batch "
+            "differ: tokens may depend on the batch and on mtp_step"
         )
         return units[-1]
     return unit
 
 
 def _free_bytes(spec: EngineSpec) -> int:
-    """Bytes that are free on the device now: this rank's share of them."""
+    """Bytes that are free on this rank's device now, the same number on every rank; on a CPU its share."""
     if spec.device.type == "cuda":
         return spec.agree(torch.cuda.mem_get_info(spec.device)[0])
     return _host_bytes(spec)
 
 
 def _host_bytes(spec: EngineSpec) -> int:
-    """This rank's share of the host's free memory, the same on each."""
+    """This rank's share of the host's free bytes, the same number on every rank."""
     return spec.agree(available_bytes() // spec.world)

@@ -1,4 +1,4 @@
-"""The key of a graph cache: what compiled code depends on, as the fields of configs and spec declare it."""
+"""The key of a graph cache: what compiled code depends on, as the configs' and the spec's fields declare."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _IMPORTED = re.compile(r"^ *(?:from|import) compiled_mtp\.(\w+)", re.MULTILINE)
 
 
 def early_key(spec: EngineSpec) -> dict[str, Any]:
-    """What a graph_cache must have been made for, except `late_key`: what `spec` makes of a setting stands in
-    the place of the setting. To be called once `apply` has set the threads."""
+    """The part of a graph_cache's key that is known before the weights are loaded; `late_key` is the rest.
+
+    The value that `spec` resolved replaces the setting that the config names. Call it after `apply`, which
+    sets the threads.
+    """
     return {
         **{f"model.{name}": value for name, value in traced(spec.model).items()},
         **traced_settings(spec.config),
@@ -36,17 +39,17 @@ def early_key(spec: EngineSpec) -> dict[str, Any]:
 def late_key(
     spec: EngineSpec, buckets: Iterable[Bucket], num_blocks: int, graph_mode: GraphMode | None
 ) -> dict[str, Any]:
-    """What follows from the weights: the row unit's shapes, the blocks beside them, the graph mode."""
+    """The part of the key that follows from the weights: batch sizes, number of blocks, graph mode."""
     sizes = [bucket.groups for bucket in buckets]
     key: dict[str, Any] = {"batch_sizes": sizes, "num_blocks": num_blocks}
     return key | ({"graph_mode": graph_mode} if spec.device.type == "cuda" else {})
 
 
 def traced(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are part of the key: all that are not marked NOT_TRACED.
+    """The fields of a dataclass that are part of the key, as JSON values: all that are not marked NOT_TRACED.
 
-    "traced" in a field's metadata makes a JSON value of its own; "setting" names the setting whose place it
-    takes.
+    In a field's metadata "traced" is a function that makes the JSON value, and "setting" names the setting
+    that the field replaces in the key.
     """
     found = {}
     for field in fields(record):
@@ -57,13 +60,14 @@ def traced(record: Any) -> dict[str, Any]:
 
 
 def traced_settings(config: EngineConfig) -> Mapping[str, Any]:
-    """The fields of a config that are part of the key, as they were given: all that are not marked."""
-    apart = {n for n, info in type(config).model_fields.items() if info.json_schema_extra == NOT_TRACED}
-    return config.model_dump(mode="json", exclude=apart)
+    """The settings that are part of the key, as the caller gave them: all that are not marked NOT_TRACED."""
+    untraced = {n for n, info in type(config).model_fields.items() if info.json_schema_extra == NOT_TRACED}
+    return config.model_dump(mode="json", exclude=untraced)
 
 
 def traced_paths() -> list[Path]:
-    """The rooms of this package that saved programs were traced from: all that their modules import."""
+    """The folders and modules of this package from which saved programs are traced: all that the programs'
+    modules import, directly or not."""
     package = Path(__file__).parents[1]
     runner = package / "runner"
     roots = {runner / name for name in ("programs.py", "program_maker.py", "static_inputs.py")}
@@ -74,6 +78,6 @@ def traced_paths() -> list[Path]:
         for file in path.rglob("*.py") if path.is_dir() else (path,):
             rooms = [package / name for name in _IMPORTED.findall(file.read_text(encoding="utf-8"))]
             waiting |= {room if room.is_dir() else room.with_suffix(".py") for room in rooms}
-        # What else the runner's room holds decides what is launched, and no traced code.
+        # The runner's other modules decide what is launched; none of their code is traced.
         waiting -= found | {runner}
     return sorted(found)

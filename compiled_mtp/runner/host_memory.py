@@ -1,21 +1,23 @@
-"""How much memory a CPU host has for this process."""
+"""How much memory a host has free for this process."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path, PurePosixPath
 
-# What a control group's files are called: its limit, its use, the prefix of memory.stat's keys for it and
-# those below it. Source: the kernel's documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+# Of a control group: the files with its limit and its use, and the prefix of the keys in memory.stat that
+# count it together with the groups below it. Source: the kernel's documentation, admin-guide/cgroup-v2.rst
+# and cgroup-v1/memory.rst.
 _GROUP_V2 = ("memory.max", "memory.current", "")
 _GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process can take on a CPU host now without swapping or being killed.
+    """Return the bytes of host memory that this process can allocate now without swapping or being killed.
 
-    They include the page cache, full after a checkpoint was read, because the kernel gives it back. Every
-    control group from the process's own upwards may limit them. Without a /proc/meminfo: all physical memory.
+    They include the page cache, which is full after a checkpoint was read: the kernel reclaims it. The
+    process's control group and every group above it may limit them. Without /proc/meminfo: all physical
+    memory.
     """
     try:
         meminfo = (proc / "meminfo").read_text()
@@ -26,7 +28,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _group_rooms(membership: Path, cgroups: Path) -> list[int]:
-    """The bytes left below each limit on the groups that the file `membership` names and on those above."""
+    """The bytes left below each limit of the groups that the file `membership` names and the groups above."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -40,7 +42,7 @@ def _group_rooms(membership: Path, cgroups: Path) -> list[int]:
             continue
         root, names = (cgroups / "memory", _GROUP_V1) if controllers else (cgroups, _GROUP_V2)
         own = PurePosixPath(path).relative_to("/")
-        # In a container the path may be the host's, of which only the root is to be seen.
+        # In a container the path may be the host's, and only its root may be visible.
         for group in (own, *own.parents):
             room = _group_room(root / group, *names)
             rooms += [] if room is None else [room]
@@ -48,7 +50,7 @@ def _group_rooms(membership: Path, cgroups: Path) -> list[int]:
 
 
 def _group_room(group: Path, limit_name: str, use_name: str, prefix: str) -> int | None:
-    """The bytes left below the limit on one group, or None where it has none."""
+    """The bytes left below the limit of one group; None for a group without a limit."""
     try:
         limit = int((group / limit_name).read_text())
         use = int((group / use_name).read_text())

@@ -1,5 +1,5 @@
-"""The masks of a round's rows on the host: made while the device computes the rows, copied before they are
-sampled.
+"""The masks of a round's rows on the host: filled while the device computes the rows' logits, and copied to
+the device before it samples.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MOST_THREADS = 8
 class Masks:
     """Host buffers for masks of up to max_rows rows of vocab_size ids, and the threads that fill them.
 
-    num_buffers: more than the launches whose results may be unread, since a copy may still read the last.
-    is_pinned: for copies to a GPU. Nothing is allocated before the first `fill`.
+    num_buffers must exceed the number of launches whose results are unread: the copy of an unread launch may
+    still read its buffer. is_pinned: pin the buffers for copies to a GPU. The first `fill` allocates.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Masks:
         self._num_fills = 0
 
     def fill(self, plan: StepPlan, windows: Sequence[GuidedWindow]) -> torch.Tensor:
-        """Return the masks of a plan: i32 [slots * (shape.verify + 1), ceil(vocab_size / 32)] on the host.
+        """Return the masks of a plan: int32 [slots * (shape.verify + 1), ceil(vocab_size / 32)] on the host.
 
-        Rows of requests without a grammar allow every id. A matcher may have its error set.
+        Rows of requests without a grammar allow every id. A matcher that fails has its `error` set.
         """
         if self._buffers is None or self._filler is None:
             self._buffers = torch.empty(self._shape, dtype=torch.int32, pin_memory=self._is_pinned)

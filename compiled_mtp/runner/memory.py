@@ -1,4 +1,4 @@
-"""All sizes, settled once the weights are loaded: blocks, state rows, checkpoints, host memory."""
+"""All sizes, resolved once the weights are loaded: blocks, state rows, state snapshots, host memory."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from compiled_mtp.scheduler.limits import Limits
 
 logger = logging.getLogger(__name__)
 
-# Of the memory that is free once the weights are loaded; activations take the rest.
+# The share of caches in the memory that is free once the weights are loaded; activations take the rest.
 _CACHE_SHARE = 0.85
-# Of the host's free memory, for requests that leave and for the prefix cache each, where the config gives no
-# number.
+# The share in the host's free memory of offloaded requests, and as much again of the prefix cache's host
+# tier, where the config gives no number.
 _OFFLOAD_SHARE = 0.1
-# Of a prompt, for each state that the prefix cache keeps in host memory.
+# Tokens of a prompt per state snapshot in the host tier of the prefix cache, at least.
 _PREFIX_HOST_TOKENS = 512
 _INT32_BYTES = 4
 _FLOAT32_BYTES = 4
-# Of what is packed into flat memory, as `RowLayout` does it.
+# Bytes to whose multiples `RowLayout` rounds a row of packed tensors.
 _ROW_ALIGNMENT = 64
-# Block 0, and one for a request.
+# Block 0, and one of a request.
 _LEAST_BLOCKS = 2
-# Of the checkpoints of the prefix cache where the config gives no number: at most that many bytes, and that
-# share of what is free.
+# The most bytes of the prefix cache's state snapshots, and their largest share in free memory, where the
+# config gives no number.
 _DEFAULT_PREFIX_CACHE_BYTES = 4 << 30
 _PREFIX_CACHE_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The numbers of a model and its configuration that decide what a request costs.
+    """The numbers of a model and its configuration that decide how many bytes a request takes.
 
     num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer.
-    ring_length is slots of the rings of records and conv inputs; kv_bytes and conv_bytes are bytes of one
-    element, kv_scale_bytes those of the scale of one head's key or value, 0 for a cache without scales.
-    sampling_bytes: of a request's sampling tables; hidden_bytes: of the hidden state of one token.
+    ring_length: entries of the rings of GDN inputs and conv inputs. kv_bytes and conv_bytes: bytes per
+    element; kv_scale_bytes: bytes of the scale of one head's key or value, 0 for a cache without scales.
+    sampling_bytes: bytes of a request's sampling tables; hidden_bytes: bytes of one token's hidden state.
     """
 
     num_attention_layers: int
@@ -70,13 +70,14 @@ class CacheShape:
         return 2 * self.num_attention_layers * block_size * self.num_kv_heads * vector_bytes
 
     def state_row_bytes(self) -> int:
-        """Bytes of one request: in the GDN layers float32 state and records, raw conv inputs; its tables."""
-        record = self.num_key_heads * self.key_head_dim + self.num_value_heads * (self.value_head_dim + 1)
-        rings = self.num_gdn_layers * self.ring_length * record * _FLOAT32_BYTES
+        """Bytes of one request: float32 state and ring entries of the GDN layers, raw conv inputs, sampling
+        tables."""
+        entry = self.num_key_heads * self.key_head_dim + self.num_value_heads * (self.value_head_dim + 1)
+        rings = self.num_gdn_layers * self.ring_length * entry * _FLOAT32_BYTES
         return self._prefill_state_bytes() + rings + self.sampling_bytes
 
     def snapshot_bytes(self) -> int:
-        """Bytes of what a prefill chunk leaves to the next: states, conv inputs and a hidden state."""
+        """Bytes of a state snapshot: the states, conv inputs and hidden state that the next chunk reads."""
         flat = self._prefill_state_bytes() + self.hidden_bytes
         return -(-flat // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
@@ -88,11 +89,13 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What to create: num_blocks counts block 0 and num_state_rows SPARE_SLOTS, which belong to nobody.
-    max_model_len: of one request, as far as num_blocks hold it. num_snapshots are those of the prefix
-    cache. other_bytes: what the engine takes on the device beside them and the weights. host_records and
-    host_blocks: room in host memory for requests that leave the device; prefix_host_records and
-    prefix_host_blocks: for what the prefix cache gives up there.
+    """The sizes of all caches.
+
+    num_blocks counts block 0, and num_state_rows counts SPARE_SLOTS: no request owns these. max_model_len:
+    the tokens of one request that num_blocks hold, at most those of the spec. num_snapshots: state snapshots
+    of the prefix cache. other_bytes: bytes of the device for everything except caches and weights.
+    host_records and host_blocks: the host tier of offloaded requests; prefix_host_records and
+    prefix_host_blocks: the host tier of the prefix cache.
     """
 
     num_blocks: int
@@ -110,46 +113,48 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the device that the engine takes beside the weights and what a launch needs while it runs.
-        A CPU gives those of blocks only when they are written.
+        """Bytes that the engine takes on the device besides the weights and a launch's temporary buffers.
+
+        A CPU allocates the pages of blocks only when they are written.
         """
         rows_bytes = self.num_state_rows * self.state_row_bytes
         blocks_bytes = self.num_blocks * self.block_bytes
         return blocks_bytes + rows_bytes + self.num_snapshots * self.snapshot_bytes + self.other_bytes
 
     def describe(self) -> str:
-        """The plan in a line, for a log."""
+        """The plan as one line of a log."""
         counts = f"{self.num_blocks - 1} blocks, {self.num_state_rows - SPARE_SLOTS} slots"
-        rest = f"{self.num_snapshots} checkpoints and what else a step needs"
-        return f"{self.total_bytes >> 20} MiB for {counts}, {rest}"
+        others = f"{self.num_snapshots} state snapshots and other buffers"
+        return f"{self.total_bytes >> 20} MiB for {counts}, {others}"
 
 
 def resolve_memory(
     spec: EngineSpec, *, free_bytes: int, host_bytes: int, draft_head_bytes: int, most_rows: int
 ) -> MemoryPlan:
-    """What fits into the device's free_bytes beside the weights, a draft head of its own, a slice of a
-    prompt's logits, and what grows with the longest request; and into the host_bytes of the host.
+    """Return the caches that fit into the device's free_bytes and the host's host_bytes.
 
-    Both are this rank's share, the same on each. most_rows: of a round. Raises ValueError as `plan_memory`
-    and `plan_host_memory`.
+    Both are this rank's share, the same number on every rank. The device also holds a draft head of
+    draft_head_bytes, a slice of a prompt's logits, deferred draft inputs, and buffers that grow with the
+    longest request. most_rows: rows of the largest round. Raises ValueError as `plan_memory` and
+    `plan_host_memory` do.
     """
     config, is_cpu = spec.config, spec.device.type == "cpu"
     shape = cache_shape(spec)
-    # Code is compiled for the caches' shapes: a graph_cache says how many blocks it was made for.
+    # Code is compiled for the caches' shapes: a graph_cache fixes the number of blocks.
     cached = None if spec.cache is None else read_key(spec.cache).get("num_blocks")
-    other_bytes = draft_head_bytes + SLICE_ROWS * spec.part.vocab_size * _FLOAT32_BYTES
-    # What rounds of depth 0 keep for the draft.
+    other_bytes = draft_head_bytes + SLICE_ROWS * spec.model_shard.vocab_size * _FLOAT32_BYTES
+    # The deferred draft inputs.
     other_bytes += (config.max_batch + SPARE_SLOTS) * (spec.mtp_step + 1) * shape.hidden_bytes
-    leaving_bytes = 0
+    offload_bytes = 0
     if not is_cpu:
         other_bytes += staging_bytes(config, shape)
     elif config.offload_gb is not None:
-        # The host tier lies in the same memory.
-        leaving_bytes = int(config.offload_gb * 2**30) // spec.world
-        check_offload(leaving_bytes, free_bytes)
+        # On a CPU the host tier takes the same memory as the caches.
+        offload_bytes = int(config.offload_gb * 2**30) // spec.world
+        check_offload(offload_bytes, free_bytes)
     else:
-        leaving_bytes = int(free_bytes * _OFFLOAD_SHARE)
-    # No request is longer than all free memory, or than the blocks that are asked for.
+        offload_bytes = int(free_bytes * _OFFLOAD_SHARE)
+    # No request is longer than the configured blocks, or than the blocks that all free memory would hold.
     num_blocks = config.num_blocks or cached
     most_blocks = num_blocks - 1 if num_blocks else free_bytes // shape.block_bytes(config.block_size)
     longest = min(spec.max_model_len, most_blocks * config.block_size)
@@ -162,23 +167,23 @@ def resolve_memory(
         num_blocks=num_blocks,
         prefix_cache_bytes=prefix_cache_bytes(config, spec.world if is_cpu else 1),
         blocks_per_chunk=config.resume_step // config.block_size,
-        host_bytes=leaving_bytes,
+        host_bytes=offload_bytes,
         other_bytes=other_bytes + length_bytes(spec, longest, most_rows),
     )
     if memory.max_model_len < spec.max_model_len:
-        text = "a request ends after %d tokens, not %d: %d blocks of %d tokens hold no more"
+        text = "a request ends after %d tokens instead of %d: %d blocks of %d tokens hold no more"
         counts = memory.num_blocks - 1, config.block_size
         logger.warning(text, memory.max_model_len, spec.max_model_len, *counts)
     return plan_host_memory(spec, memory, host_bytes)
 
 
 def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
-    """What a scheduler works within."""
+    """The limits of the engine's scheduler."""
     return Limits(
         max_batch=spec.config.max_batch,
         num_blocks=memory.num_blocks,
         block_size=spec.config.block_size,
-        # More than all blocks hold is for the scheduler to tell.
+        # The scheduler itself refuses prompts that all blocks cannot hold.
         max_model_len=spec.max_model_len,
         prefill_chunk=spec.prefill_chunk,
         mtp_step=spec.mtp_step,
@@ -188,7 +193,7 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         num_snapshots=memory.num_snapshots,
         prefix_host_records=memory.prefix_host_records,
         prefix_host_blocks=memory.prefix_host_blocks,
-        # Prefill goes by position: a prompt resumes wherever a chunk of its GDN layers ends.
+        # Prefill depends on positions alone: a prompt may resume wherever a chunk of its GDN layers ends.
         prefix_step=spec.config.resume_step,
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
@@ -197,8 +202,8 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
 
 
 def cache_shape(spec: EngineSpec) -> CacheShape:
-    """What decides the bytes of a request on this rank."""
-    model, scale_bytes = spec.part, 0 if spec.kv_dtype == spec.dtype else KV_SCALE_BYTES
+    """The numbers that decide how many bytes a request takes on this rank."""
+    model, scale_bytes = spec.model_shard, 0 if spec.kv_dtype == spec.dtype else KV_SCALE_BYTES
     return CacheShape(
         num_attention_layers=model.num_attention_layers + (spec.mtp_step > 0),
         num_kv_heads=model.num_kv_heads,
@@ -231,14 +236,14 @@ def plan_memory(
     other_bytes: int = 0,
     host_bytes: int = 0,
 ) -> MemoryPlan:
-    """Return how many blocks, state rows and checkpoints to create in `free_bytes` beside other_bytes, and on
-    a CPU beside the host_bytes that requests which leave, and others, may take of the same memory.
+    """Return how many blocks, state rows and state snapshots fit into `free_bytes`.
 
-    Not more blocks than max_batch requests of max_model_len tokens can use, or exactly `num_blocks`; not more
-    checkpoints than there are chunks of so many blocks. prefix_cache_bytes of checkpoints, 0 for none; None
-    for _DEFAULT_PREFIX_CACHE_BYTES, an eighth of what is free, or what is left, whichever is least. Raises
-    ValueError with the numbers if max_batch state rows, those checkpoints and blocks, or one block, do not
-    fit.
+    other_bytes and host_bytes are subtracted first: buffers of the engine, and on a CPU the host tier of
+    offloaded requests, which takes the same memory. Blocks: exactly `num_blocks` if given, else at most those
+    that max_batch requests of max_model_len tokens can use. Snapshots: at most one per blocks_per_chunk
+    blocks, of prefix_cache_bytes together, 0 for none; None for the least of _DEFAULT_PREFIX_CACHE_BYTES, an
+    eighth of what is free, and what is left. Raises ValueError with the numbers if max_batch state rows,
+    those snapshots and those blocks, or one block, do not fit.
     """
     all_bytes = free_bytes
     free_bytes -= other_bytes + host_bytes
@@ -246,20 +251,20 @@ def plan_memory(
     block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes()
     each_bytes = shape.snapshot_bytes()
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
-    wanted = _count_checkpoints(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
+    wanted = _count_snapshots(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
     count = num_blocks
     if count is None:
         room = max(free_bytes - rows * row_bytes - wanted * each_bytes, 0) // block_bytes
         count = max(min(room, max_batch * -(-max_model_len // block_size) + 1), _LEAST_BLOCKS)
     needed = count * block_bytes + rows * row_bytes + wanted * each_bytes
     if needed > free_bytes:
-        snapshots = f", {wanted} checkpoints of {_mib(each_bytes)}" if wanted else ""
-        others = [(host_bytes, "those who leave"), (other_bytes, "a step")]
-        beside = " and ".join(f"{_mib(count)} for {what}" for count, what in others if count)
-        beside = f", beside {beside}" if beside else ""
+        snapshots = f", {wanted} state snapshots of {_mib(each_bytes)}" if wanted else ""
+        others = [(host_bytes, "offloaded requests"), (other_bytes, "other buffers")]
+        besides = " and ".join(f"{_mib(count)} for {what}" for count, what in others if count)
+        besides = f", besides {besides}" if besides else ""
         raise ValueError(
             f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"{count} blocks of {_mib(block_bytes)}{snapshots}){beside}, got {_mib(all_bytes)}; lower "
+            f"{count} blocks of {_mib(block_bytes)}{snapshots}){besides}, got {_mib(all_bytes)}; lower "
             f"max_batch{', prefix_cache_gb' if wanted else ''}{', offload_gb' if host_bytes else ''} or "
             "num_blocks"
         )
@@ -268,21 +273,21 @@ def plan_memory(
     return MemoryPlan(count, rows, longest, block_bytes, row_bytes, num_snapshots, each_bytes, other_bytes)
 
 
-def _count_checkpoints(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:
-    """How many checkpoints are wanted; without a given size they take nothing that a request needs."""
+def _count_snapshots(given_bytes: int | None, free_bytes: int, least_bytes: int, each_bytes: int) -> int:
+    """How many state snapshots to make room for; without given_bytes at most what least_bytes leaves free."""
     if given_bytes is None:
         share = min(_DEFAULT_PREFIX_CACHE_BYTES, int(free_bytes * _PREFIX_CACHE_SHARE))
         return max(min(share, free_bytes - least_bytes), 0) // each_bytes
     if 0 < given_bytes < each_bytes:
         raise ValueError(
-            f"prefix_cache_gb must hold a checkpoint of {_mib(each_bytes)}, got {_mib(given_bytes)}; raise "
-            "it, or turn prefix_cache off"
+            f"prefix_cache_gb must hold a state snapshot of {_mib(each_bytes)}, got {_mib(given_bytes)}; "
+            "raise it, or turn prefix_cache off"
         )
     return given_bytes // each_bytes
 
 
 def check_offload(offload_bytes: int, free_bytes: int) -> None:
-    """Raise ValueError if more host memory is asked for than is free."""
+    """Raise ValueError if offload_bytes exceed the host's free_bytes."""
     if offload_bytes > free_bytes:
         raise ValueError(
             f"offload_gb must be at most the {free_bytes / 2**30:.2f} GiB of host memory that are free, got "
@@ -291,11 +296,11 @@ def check_offload(offload_bytes: int, free_bytes: int) -> None:
 
 
 def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = None) -> tuple[int, int]:
-    """Return how many records and blocks `offload_bytes` of host memory hold: at most all that `plan` has on
-    the device.
+    """Return how many host records and blocks `offload_bytes` of host memory hold: at most as many as `plan`
+    has on the device.
 
-    Half is for rows, as far as they need it. Raises ValueError as `check_offload`; free_bytes is None for a
-    number of our own choice.
+    At most half of the bytes go to records. Raises ValueError as `check_offload` does; free_bytes None skips
+    the check, for a default.
     """
     if free_bytes is not None:
         check_offload(offload_bytes, free_bytes)
@@ -305,18 +310,18 @@ def plan_host(offload_bytes: int, plan: MemoryPlan, free_bytes: int | None = Non
 
 
 def plan_prefix_host(prefix_tier_bytes: int, plan: MemoryPlan, blocks_per_chunk: int) -> tuple[int, int]:
-    """Return how many chunks, and blocks of all of them, `prefix_tier_bytes` of host memory hold: of each its
-    state and so many blocks."""
+    """Return how many chunks, and blocks of all of them, `prefix_tier_bytes` of host memory hold: one state
+    snapshot and blocks_per_chunk blocks per chunk."""
     chunks = prefix_tier_bytes // (plan.snapshot_bytes + blocks_per_chunk * plan.block_bytes)
     return (chunks, chunks * blocks_per_chunk) if plan.num_snapshots else (0, 0)
 
 
 def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> MemoryPlan:
-    """`memory` with this rank's part of the host's: free_bytes, of which what is planned is taken when it is
-    first needed.
+    """Return `memory` with the sizes of both host tiers, which fit this rank's free_bytes of host memory.
 
-    What the prefix cache gives up has what requests leave it, with a warning where that is less than its
-    own share. Raises ValueError if offload_gb is more than there is.
+    Host memory is allocated when it is first needed. The prefix cache's tier gets what offloaded requests
+    leave free, with a warning where that is less than its own share. Raises ValueError if offload_gb exceeds
+    free_bytes.
     """
     config = spec.config
     share = int(free_bytes * _OFFLOAD_SHARE)
@@ -329,20 +334,20 @@ def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> M
     left = min(wanted, max(free_bytes - host_bytes, 0))
     if left < wanted:
         logger.warning(
-            "host memory for requests that leave (%d MiB, offload_gb) and for the prefix cache (%d MiB) must "
+            "host memory for offloaded requests (%d MiB, offload_gb) and for the prefix cache (%d MiB) must "
             "fit the %d MiB that are free: the prefix cache gets %d MiB; lower offload_gb or prefix_cache_gb",
             host_bytes >> 20,
             wanted >> 20,
             free_bytes >> 20,
             left >> 20,
         )
-    # A launch's worth of blocks to a state.
+    # The blocks of one chunk per state snapshot.
     chunks, prefix_host_blocks = plan_prefix_host(
         left, memory, max(_PREFIX_HOST_TOKENS, config.resume_step) // config.block_size
     )
     prefix_tier_sum = chunks * memory.snapshot_bytes + prefix_host_blocks * memory.block_bytes
     logger.info(
-        "up to %d MiB of the host's memory when they are needed: %d for requests that leave, %d for the "
+        "up to %d MiB of the host's memory when they are needed: %d for offloaded requests, %d for the "
         "prefix cache",
         (host_bytes + prefix_tier_sum) >> 20,
         host_bytes >> 20,
@@ -358,15 +363,17 @@ def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> M
 
 
 def prefix_cache_bytes(config: EngineConfig, num_sharing: int = 1) -> int | None:
-    """Bytes for checkpoints of each of the ranks that share a memory; None for the default."""
+    """Bytes of the state snapshots of each of num_sharing ranks that share a memory; None for the default."""
     if not config.prefix_cache:
         return 0
     return None if config.prefix_cache_gb is None else int(config.prefix_cache_gb * 2**30) // num_sharing
 
 
 def prefix_tier_bytes(config: EngineConfig, device_type: str, most_bytes: int, world: int = 1) -> int:
-    """Bytes of host memory for what the prefix cache of each of `world` ranks gives up: on GPUs for all as
-    many as checkpoints may take on one, but at most most_bytes each; on a CPU none, which is the same memory.
+    """Bytes of the host tier of one rank's prefix cache; 0 on a CPU, where it would take the same memory.
+
+    On GPUs all `world` ranks together get as many bytes as state snapshots may take on one device, and each
+    rank at most most_bytes; without prefix_cache_gb each rank gets the default.
     """
     if device_type == "cpu":
         return 0
@@ -375,24 +382,24 @@ def prefix_tier_bytes(config: EngineConfig, device_type: str, most_bytes: int, w
 
 
 def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
-    """Bytes of the buffers in which a GPU packs what goes to host memory and comes from there."""
+    """Bytes of the buffers in which a GPU packs what it copies to and from host memory."""
     block_bytes = shape.block_bytes(config.block_size)
     segment = blocks_in_segment(block_bytes) * block_bytes
-    leaving = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), segment)
-    return leaving + (max(shape.snapshot_bytes(), segment) if config.prefix_cache else 0)
+    offload = 0 if config.offload_gb == 0 else max(shape.state_row_bytes(), segment)
+    return offload + (max(shape.snapshot_bytes(), segment) if config.prefix_cache else 0)
 
 
 def length_bytes(spec: EngineSpec, longest: int, most_rows: int) -> int:
-    """Bytes that grow with the longest request: rotary table, block tables, and on a GPU what attention's
-    splits leave of up to most_rows rows; one layer after the other has that.
+    """Bytes of what grows with the longest request: rotary table, block tables, and on a GPU the partial
+    results of attention's splits for most_rows rows, which the layers use one after another.
     """
-    config, model = spec.config, spec.part
+    config, model = spec.config, spec.model_shard
     tables = longest * model.rotary_dim * _FLOAT32_BYTES
     tables += (config.max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * _INT32_BYTES
     if spec.device.type == "cpu":
         return tables
-    parts = count_splits(longest) * most_rows * model.num_q_heads
-    return tables + parts * (model.head_dim + 2) * _FLOAT32_BYTES
+    partials = count_splits(longest) * most_rows * model.num_q_heads
+    return tables + partials * (model.head_dim + 2) * _FLOAT32_BYTES
 
 
 def _mib(count: int) -> str:

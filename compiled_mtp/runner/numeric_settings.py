@@ -1,4 +1,4 @@
-"""What a process has told torch that decides bits: ranks take rank 0's, replicas compare theirs."""
+"""torch's settings that decide bits: ranks take those of rank 0, and replicas compare theirs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch.backends import cuda
 
-# Its stubs do not name all that it has.
+# torch's stubs leave out some of its members.
 _C: Any = torch._C
 
-# From the widest to the narrowest: a setting of the first is inherited where the others have none.
+# From the widest to the narrowest: a backend without a setting of its own inherits the wider one.
 _PRECISIONS = {
     "fp32_precision": ("generic", "all"),
     "mkldnn_fp32_precision": ("mkldnn", "all"),
@@ -28,12 +28,13 @@ _PRECISIONS = {
 
 @dataclass(frozen=True)
 class NumericSettings:
-    """torch's process-wide settings that decide bits, as numbers and names: it can be compared, pickled and
+    """torch's process-wide settings that decide bits, as numbers and names that can be compared, pickled and
     written as JSON.
 
-    A field has the name of torch's setting. float32_matmul_precision is None where torch cannot say it, since
-    a newer setting (`torch.backends...fp32_precision`) contradicts it. The fp32_precision ones are those in
-    effect, inherited or not. The reductions are torch's pairs (reduced precision, split K).
+    Every field has the name of torch's setting. float32_matmul_precision is None where torch raises on
+    reading it, because a newer setting (`torch.backends...fp32_precision`) contradicts it. The fp32_precision
+    fields are the values in effect, inherited or not. The reductions are torch's pairs (reduced precision,
+    split K).
     """
 
     num_threads: int
@@ -64,14 +65,14 @@ class NumericSettings:
 
     @classmethod
     def read(cls) -> Self:
-        """Those of this process."""
+        """Return the settings of this process."""
         precisions: dict[str, Any] = {
             name: _C._get_fp32_precision_getter(*of) for name, of in _PRECISIONS.items()
         }
         return cls(
             num_threads=torch.get_num_threads(),
             default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-            # torch sets it and cannot say it.
+            # torch has a setter for it and no getter.
             flush_denormal=sys.float_info.min / 2 == 0.0,
             deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
             deterministic_algorithms_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -94,15 +95,18 @@ class NumericSettings:
         )
 
     def apply(self) -> None:
-        """Make them those of this process. Of two that contradict each other the newer interface's counts, as
-        in the process that they were read in."""
+        """Give this process these settings.
+
+        Where two settings contradict each other, the newer interface's is set last and wins, as in the
+        process that `read` read.
+        """
         torch.set_num_threads(self.num_threads)
         torch.set_default_dtype(getattr(torch, self.default_dtype))
         torch.set_flush_denormal(self.flush_denormal)
         is_deterministic, warns = self.deterministic_algorithms, self.deterministic_algorithms_warn_only
         before = torch.are_deterministic_algorithms_enabled()
         if (before, torch.is_deterministic_algorithms_warn_only_enabled()) != (is_deterministic, warns):
-            # It imports the compiler, for seconds.
+            # The call imports the compiler, which takes seconds.
             torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)
         _C._set_mkldnn_enabled(self.mkldnn_enabled)
         _C._set_mkldnn_deterministic(self.mkldnn_deterministic)
@@ -117,22 +121,22 @@ class NumericSettings:
         matmul.allow_bf16_reduced_precision_reduction = (
             self.cuda_matmul_allow_bf16_reduced_precision_reduction
         )
-        # torch takes these two only where the hardware has a choice.
+        # torch accepts these two only on hardware that has a choice.
         reduces = self.cpu_allow_fp16_reduced_precision_reduction
         if _C._get_cpu_allow_fp16_reduced_precision_reduction() != reduces:
             _C._set_cpu_allow_fp16_reduced_precision_reduction(reduces)
         if _C._get_blas_preferred_backend().name.lower() != self.cuda_preferred_blas_library:
             cuda.preferred_blas_library(self.cuda_preferred_blas_library)
-        # It sets some of those below.
+        # Before the fp32_precision settings: this call changes some of them.
         if self.float32_matmul_precision is not None:
             torch.set_float32_matmul_precision(self.float32_matmul_precision)
         for name, of in _PRECISIONS.items():
-            # What is inherited is left so: a backend may inherit what it would refuse.
+            # An inherited value stays inherited: a backend may inherit a value that its setter refuses.
             if _C._get_fp32_precision_getter(*of) != getattr(self, name):
                 _C._set_fp32_precision_setter(*of, getattr(self, name))
 
     def difference(self, other: NumericSettings) -> str | None:
-        """The name of the first setting in which `other` differs; None where none does."""
+        """The name of the first setting in which `other` differs; None if all are equal."""
         names = (field.name for field in fields(self))
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 

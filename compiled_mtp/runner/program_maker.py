@@ -1,4 +1,4 @@
-"""Makes programs ready: compiles or loads each shape's code, captures CUDA graphs, writes a graph cache."""
+"""Prepares programs: compiles or loads each shape's code, captures CUDA graphs, writes a graph cache."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from compiled_mtp.step import Step
 # The first call compiles, the second records a CUDA graph, the third replays it.
 _WARM_UP_CALLS = 3
 _LAYOUT_NAME = "layout.json"
-# Where there are graphs, these are captured uncompiled: their time is that of our own operators, and to
-# compile the default chunk's six lengths takes a minute and more.
+# With CUDA graphs these are captured uncompiled: our own operators take nearly all of their time, and
+# compiling the default chunk's six lengths takes more than a minute.
 _UNCOMPILED = (prefill, first_token)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A function of a step, the static inputs that it is compiled for, and where its program is kept.
+    """A function of a step, the static inputs that it is compiled for, and the table and key of its program.
 
-    name: of the program; shapes that differ in the batch size alone may share one. depth: of the rounds that
-    need it, None for what every depth needs.
+    name: the program's; shapes that differ only in the batch size may share one. depth: the depth whose
+    rounds need the program, None if rounds of every depth do.
     """
 
     depth: int | None
@@ -55,11 +55,11 @@ class Shape:
 
 
 class ProgramMaker:
-    """Makes the programs of a step's shapes, on padding rows alone.
+    """Makes the programs of a step's shapes, which it runs on padding rows alone.
 
-    graph_mode says how code becomes CUDA graphs, None that it does not. Where compiled code becomes graphs,
-    prompts, first tokens and rounds of plain_depths are captured uncompiled. With an exchange between ranks a
-    loaded program makes its calls. `capture_s` sums the seconds of captures.
+    graph_mode: how code becomes CUDA graphs, None for no graphs. With graphs, prompts, first tokens and
+    rounds of plain_depths are captured uncompiled. A loaded program exchanges through `communicator`, if
+    there is one. `capture_s` sums the seconds of captures.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ProgramMaker:
         saved: Path | None,
         save_to: Path | None,
     ) -> None:
-        """Make every shape ready and call progress(done, count) after each; see `Programs.warm_up`."""
+        """Prepare every shape's program and call progress(done, count) after each; see `Programs.warm_up`."""
         if save_to is not None and self.graph_mode != "reduce-overhead":
             save_to.mkdir(parents=True)
             self._save_to = save_to
@@ -96,7 +96,8 @@ class ProgramMaker:
             self.check_layout(saved)
         if self.step.slots.pos.is_cuda:
             self._pool = torch.cuda.graph_pool_handle()
-        # All before the first capture, which gives back the memory that they took: a prompt's is held once.
+        # Run all of these before the first capture: a capture frees the memory that they left cached, so a
+        # prompt's memory is taken once.
         for shape in filter(self._is_plain, shapes):
             shape.programs[shape.key](*shape.inputs)
         # Programs by name, for the other shapes that share them.
@@ -113,12 +114,14 @@ class ProgramMaker:
                     progress(done + 1, len(shapes))
 
     def mark_static(self, inputs: Collection[torch.Tensor], shared: Collection[torch.Tensor]) -> None:
-        """Declare the addresses of the step's tensors and of `inputs`; `shared` are inputs of one program."""
+        """Declare that the step's tensors and `inputs` keep their addresses; one program takes all `shared`
+        inputs, which differ in size."""
         mark_static([*self.step.parameters(), *self.step.buffers(), *inputs])
         mark_sizes(shared)
 
     def make_ready(self, shape: Shape, program: Program) -> None:
-        """Run a compiled program until it is ready, capture it if its graph is ours, and keep it."""
+        """Run a compiled program until it is ready, capture it with graph_mode "replay", and put it into the
+        shape's table."""
         for _ in range(_WARM_UP_CALLS if self.graph_mode == "reduce-overhead" else 1):
             program(*shape.inputs)
         is_captured = self.graph_mode == "replay"
@@ -127,14 +130,14 @@ class ProgramMaker:
         )
 
     def capture(self, program: Program, inputs: Inputs) -> Program:
-        """Capture one call that has run before as a CUDA graph; returns its replay."""
+        """Capture one call, which has run before, as a CUDA graph; return its replay."""
         begin_s = time.perf_counter()
         captured = capture(program, inputs, self._pool)
         self.capture_s += time.perf_counter() - begin_s
         return captured
 
     def layout(self) -> dict[str, Any]:
-        """Shape, stride and dtype of every tensor of the step, which saved programs assume."""
+        """Shape, strides and dtype of every tensor of the step: saved programs assume them."""
         tensors = [*self.step.named_parameters(), *self.step.named_buffers()]
         return {name: [list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors}
 
@@ -149,24 +152,24 @@ class ProgramMaker:
                 )
 
     def _is_plain(self, shape: Shape) -> bool:
-        """Whether the shape's graph is captured of uncompiled code."""
+        """Whether the shape's CUDA graph is captured from uncompiled code."""
         is_compiled = self.is_compiled and shape.function not in _UNCOMPILED
         return self.graph_mode is not None and not (is_compiled and shape.depth not in self.plain_depths)
 
     def _make_program(self, shape: Shape, saved: Path | None) -> Program:
         if self._save_to is not None:
-            # Run the program that is written: it is traced once, and both processes run the same.
+            # Run the program as it was written: it is traced once, and both processes run the same code.
             self._save_shape(shape, self._save_to)
             saved = self._save_to
         if saved is not None:
             program = load_program(saved / shape.name, self.step)
-            return program if self._communicator is None else self._communicator.calls(program)
+            return program if self._communicator is None else self._communicator.bind(program)
         return compile_program(partial(shape.function, self.step), shape.name, self.graph_mode)
 
     def _save_shape(self, shape: Shape, directory: Path) -> None:
-        """Write one program to `directory`, and the layout that all are compiled for."""
+        """Write one program to `directory`, and before the first the layout that all are compiled for."""
         layout = directory / _LAYOUT_NAME
         if not layout.exists():
             layout.write_text(json.dumps(self.layout()))
-        with nullcontext() if self._communicator is None else self._communicator.left_open():
+        with nullcontext() if self._communicator is None else self._communicator.unbound():
             save_program(shape.function, self.step, shape.inputs, directory / shape.name)

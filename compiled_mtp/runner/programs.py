@@ -1,4 +1,4 @@
-"""The programs of a step, one for each shape: which run a plan asks for, and the order they are made in."""
+"""The programs of a step, one per shape: which one a launch runs, and in which order they are made."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ logger = logging.getLogger(__name__)
 
 
 class Programs:
-    """Runs decode rounds, two-phase rounds, pieces of prompts, first tokens and catch-ups in fixed shapes.
+    """Runs decode rounds, two-phase rounds, prompt chunks, first tokens and catch-ups in fixed shapes.
 
-    graph_mode says how code becomes CUDA graphs, None that it does not. `warm_up` makes every shape ready;
+    graph_mode: how code becomes CUDA graphs, None for no graphs. `warm_up` prepares every shape's program;
     nothing compiles afterwards. Programs that are neither compiled nor captured need no warm-up, and their
-    prompts end without padding. Where compiled code becomes graphs, prompts, first tokens and rounds of
-    plain_depths are captured uncompiled. A round runs in one of `buckets`; all buckets of a depth with two
-    requests or more share a program, except with an exchange between ranks, which asks for the number of
-    rows. The phases of two-phase rounds are not compiled; where there are graphs, each is captured after its
-    first run, which costs the start nothing.
+    prompts end without padding. With graphs, prompts, first tokens and rounds of plain_depths are captured
+    uncompiled. A round runs in one of `buckets`. All buckets of a depth with two requests or more share a
+    program, except with a communicator, which needs the number of rows. The phases of two-phase rounds are
+    not compiled; with graphs each is captured after its first run, so the start takes no longer.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class Programs:
         self._make_tables()
 
     def _make_tables(self) -> None:
-        """Let every shape run its uncompiled code, until `warm_up` puts its program there."""
+        """Enter each shape's uncompiled code, which `warm_up` replaces by the shape's program."""
         step = self.step
 
         def plain(program: Callable[..., Any]) -> Program:
-            # A captured graph records no gradients; code that runs as it is must be told.
+            # A captured graph records no gradients; eager code needs no_grad.
             return torch.no_grad()(program)
 
         self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, plain(step.decode))
@@ -100,10 +99,10 @@ class Programs:
         self._phases: dict[tuple[str, Bucket], Program] = {
             (name, bucket): phase for name, phase in phases.items() for bucket in self.buckets
         }
-        # The phases whose graph is not captured yet.
+        # Phases whose graph is not captured yet.
         self._uncaptured = set() if self.graph_mode is None else {*self._phases}
         self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, plain(MethodType(prefill, step)))
-        # By the length of the chain and the number of prompts, one or the most.
+        # By the length of the chain and the largest number of prompts, 1 or most_prompt_chunks.
         self._first_token: dict[tuple[int, int], Program] = dict.fromkeys(
             sorted({(b.shape.chain, n) for b in self.buckets for n in (1, self.most_prompt_chunks)}),
             plain(MethodType(first_token, step)),
@@ -116,25 +115,26 @@ class Programs:
 
     @property
     def count(self) -> int:
-        """Number of shapes that `warm_up` makes ready unless it is told a depth."""
+        """Number of shapes that `warm_up` prepares when it is given no depth."""
         rounds = len(self._decode) + len(self._catch_up)
         return rounds + len(self._prefill) + len(self._first_token)
 
     def decode(self, slots: tuple[int, ...], shape: RoundShape) -> torch.Tensor:
         """One decode round of the requests in `slots`; returns what `Step.decode` does, padding rows last."""
-        # The requests of a first phase before a whole round have ended: its second phase will not come.
+        # A whole round after a first phase means that the requests of that phase have ended: no second phase
+        # follows.
         self._verified = None
         bucket = pick(self.buckets, len(slots), shape)
         state_index = self.inputs.write_batch(bucket.groups, slots)
         return self._decode[bucket](state_index, bucket.shape)
 
     def catch_up(self, slots: tuple[int, ...]) -> None:
-        """Let the draft model read the inputs that rounds of `slots` without drafts deferred."""
+        """Let the draft model read the inputs of `slots` that rounds without drafts deferred."""
         bucket = pick(self.buckets, len(slots), RoundShape(self.step.mtp_step, self.step.mtp_step))
         self._catch_up[bucket.groups](self.inputs.write_batch(bucket.groups, slots))
 
     def verify(self, slots: tuple[int, ...], shape: RoundShape) -> None:
-        """The first phase of a round. Any launch but another `verify` may come before its `accept`."""
+        """Run the first phase of a round. Before `accept` any launch except another `verify` may run."""
         # A first phase that fails midway leaves buffers that no second phase may read.
         self._verified = None
         bucket = pick(self.buckets, len(slots), shape)
@@ -153,11 +153,11 @@ class Programs:
         with_logprobs: bool = False,
         with_processed: bool = False,
     ) -> torch.Tensor:
-        """The second phase of the round of the last `verify`; returns what `Step.decode` does.
+        """Run the second phase of the round of the last `verify`; return what `Step.decode` does.
 
-        masks: those of the slots' rows, on the device, as `sample` takes them. with_logprobs: the output ends
-        with log probabilities, see `add_logprobs`; with_processed: some request wants those of its processed
-        logits. Raises ValueError unless the verify had the same slots and shape.
+        masks: those of the slots' rows, on the device, as `sample` takes them. with_logprobs: append log
+        probabilities to the output, see `add_logprobs`; with_processed: some request asks for those of its
+        processed logits. Raises ValueError unless the verify had the same slots and shape.
         """
         if self._verified != (slots, shape):
             raise ValueError(
@@ -185,10 +185,10 @@ class Programs:
         with_logprobs: bool = False,
         with_processed: bool = False,
     ) -> torch.Tensor:
-        """`first_token` of one slot whose prompt is processed, with masks [1, words] or log probabilities as
-        `accept` has them.
+        """Run `first_token` for one slot whose prompt is processed, with masks [1, words] or log
+        probabilities as in `accept`.
 
-        Runs uncompiled: a request has one first token.
+        Runs uncompiled: each request has one first token.
         """
         self._check_chain(chain)
         step, state_index = self.step, self.inputs.write_ended(1, (slot,))
@@ -199,22 +199,22 @@ class Programs:
         return add_logprobs(step, packed, state_index, logits, filtered) if with_logprobs else packed
 
     def prefill(self, slots: Sequence[int], prompt_chunks: Sequence[PromptChunk]) -> RowLogprobs | None:
-        """Process the next pieces of the prompts in `slots`.
+        """Process one prompt chunk for each of `slots`.
 
-        A piece with next_ids, the ids that follow its tokens, goes alone; returns their log probabilities,
-        then undefined rows up to a multiple of SLICE_ROWS. Raises ValueError for more rows or pieces than a
-        launch has.
+        A chunk with next_ids, the ids that follow its tokens, must be alone: returns their log probabilities,
+        then undefined rows up to a multiple of SLICE_ROWS. Raises ValueError for more rows or chunks than a
+        launch holds.
         """
         first_rows, end = lay_out([len(prompt_chunk.token_ids) for prompt_chunk in prompt_chunks])
         length = pick_prefill_length(self.lengths, end, len(prompt_chunks), self.max_batch)
         if self.has_shapes:
             rows, count = length, prompt_chunk_limit(length, self.max_batch)
         else:
-            # No padding after the last piece, except to the least rows of a launch on a GPU.
+            # No padding after the last chunk, except to the fewest rows of a launch on a GPU.
             least = PREFILL_MULTIPLE if self.device.type == "cuda" else 0
             rows, count = max(end, least), len(prompt_chunks)
         tokens = self.inputs.write_tokens(length, rows, prompt_chunks, first_rows)
-        table = self.inputs.write_pieces(count, slots, prompt_chunks, first_rows, end)
+        table = self.inputs.write_prompt_chunks(count, slots, prompt_chunks, first_rows, end)
         hidden = self._prefill[length](tokens, table)
         next_ids = prompt_chunks[0].next_ids
         if not next_ids:
@@ -225,7 +225,7 @@ class Programs:
         return score_rows(self.step.target, hidden, chosen, self.step.num_valid_ids)
 
     def first_token(self, slots: Sequence[int], chain: int) -> torch.Tensor:
-        """First tokens of the prompts in `slots`, whose last pieces are processed; returns what
+        """Draw first tokens for `slots`, whose last prompt chunks are processed; return what
         `rounds.first_token` does, padding rows last.
 
         Raises ValueError for a chain that no program was made for.
@@ -236,18 +236,18 @@ class Programs:
         return self._first_token[chain, kind](ended, chain)
 
     def drop(self) -> None:
-        """Give back every program, and with them the CUDA graphs: nothing runs any more."""
+        """Free every program and its CUDA graph; nothing can be launched afterwards."""
         for programs in (self._decode, self._phases, self._prefill, self._first_token, self._catch_up):
             programs.clear()
 
     def forget_batches(self) -> None:
-        """Upload every batch again, and accept no first phase: a launch may have been interrupted."""
+        """Upload every batch again and forget the first phase of a round, after an interrupted launch."""
         self.inputs.forget_batches()
         self._verified = None
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether no round is between its phases: its buffers must not be written."""
+        """Whether no round is between its two phases, whose buffers must then not be written."""
         return self._verified is None
 
     @torch.no_grad()
@@ -259,14 +259,15 @@ class Programs:
         depth: int | None = None,
         save_to: Path | None = None,
     ) -> None:
-        """Make every shape ready, on padding rows alone: compile it, and with graphs capture it.
+        """Prepare every shape's program, on padding rows alone: compile it, and with graphs capture it.
 
-        With `depth` only those of prompts and of its rounds: no other round may be asked for before `adopt`
-        has been given each of its shapes. Every compiled program is written to save_to, a directory that is
-        made; with `saved`, such a directory, nothing is compiled: programs are loaded. CUDA-graph trees live
-        in the process that recorded them: with "reduce-overhead" nothing is written, and what the compiler
-        cached has to do. Mutates nothing that a request reads. Calls progress(done, count) after each shape.
-        Raises ValueError if the saved programs were made for tensors of another layout.
+        With `depth`, prepare only the shapes of prompts and of that depth's rounds; rounds of another depth
+        may run once `adopt` was called for each of their shapes. save_to: a directory to create, to which
+        every compiled program is written. saved: such a directory, from which programs are loaded instead of
+        compiled. With "reduce-overhead" nothing is written, because CUDA-graph trees live in the process that
+        recorded them; a start then relies on the compiler's own caches. Mutates nothing that a request reads.
+        Calls progress(done, count) after each shape. Raises ValueError if the saved programs were made for
+        tensors of another layout.
         """
         assert self.has_shapes
         indices = self.inputs.state_indices
@@ -283,8 +284,8 @@ class Programs:
 
     @torch.no_grad()
     def adopt(self, shape: Shape, program: Program) -> None:
-        """Make a loaded program ready, on padding rows alone, while requests are decoded in other shapes."""
-        # The inputs are overwritten here.
+        """Prepare a loaded program, on padding rows alone, while requests are decoded in other shapes."""
+        # This overwrites the inputs.
         self.inputs.forget_batches()
         for tensor in shape.inputs:
             if isinstance(tensor, torch.Tensor):
@@ -294,10 +295,10 @@ class Programs:
 
     @torch.no_grad()
     def launch_apart(self) -> None:
-        """Launch, on padding rows alone, what masks and log probabilities launch beside the programs.
+        """Launch, on padding rows alone, the kernels of masks and log probabilities, which no program runs.
 
-        The kernels are then compiled when the engine starts, not in the round of the first request that needs
-        them. Each depth has its own, whatever the batch: the smallest bucket does. A forward adds none.
+        They then compile when the engine starts instead of in the first request's round. Each depth has its
+        own kernels for all batch sizes, so its smallest bucket suffices. The forward needs no others.
         """
         step, two_phase = self.step, self.two_phase
         kept_rows = two_phase.num_rows
@@ -317,12 +318,14 @@ class Programs:
         score_rows(step.target, hidden, self.inputs.zeros(SLICE_ROWS, torch.int64), step.num_valid_ids)
 
     def shapes(self, depth: int | None = None) -> Iterator[Shape]:
-        """All shapes, or those that rounds of one depth and prompts need: the largest first, so that the pool
-        of the CUDA graphs need not grow again, and prompts have more rows than rounds."""
+        """All shapes, or those that prompts and rounds of one depth need, largest first.
+
+        The CUDA graphs' pool then does not grow again. Prompts come before rounds: they have more rows.
+        """
         return (shape for shape in self._every_shape() if depth is None or shape.depth in (depth, None))
 
     def shapes_of(self, depths: Sequence[int]) -> Iterator[Shape]:
-        """Those that rounds of these depths need and prompts do not, a depth after the other."""
+        """The shapes that only rounds of these depths need, one depth after another."""
         return (shape for depth in depths for shape in self.shapes(depth) if shape.depth == depth)
 
     def _every_shape(self) -> Iterator[Shape]:
@@ -343,18 +346,18 @@ class Programs:
             yield Shape(0, name, catch_up, batch, self._catch_up, groups)
         for chain, count in self._first_token:
             name = f"{'first_token' if count == 1 else 'first_tokens'}_{chain}_drafts"
-            # Captured in no time, they need not wait for their rounds.
+            # With graphs they are captured uncompiled, which takes no time: every start prepares them.
             of_depth, ended = chain if self.graph_mode is None else None, (inputs.ended[count], chain)
             yield Shape(of_depth, name, first_token, ended, self._first_token, (chain, count))
 
     def _of_batch(self, name: str, size: int) -> str:
-        """The name of a program for batches of that size, or for all that share one."""
+        """The name of the program for batches of that size, or of the one that several sizes share."""
         return name if size in self._sharing else f"{name}_of_{size}"
 
     def _launch_ahead(self) -> None:
-        """Launch on a GPU what must not first run while a graph is captured.
+        """Launch on a GPU every operator that must not run for the first time inside a graph capture.
 
-        Operators keep some tensors for ever (counters of split sums), which must not lie in a graph's pool.
+        Operators keep some tensors for good (counters of K splits): these must not be in a graph's pool.
         """
         self.launch_apart()
         largest = max(self.buckets)
@@ -367,13 +370,13 @@ class Programs:
             raise ValueError(f"chain must be one of {known}, got {chain}; name it when the programs are made")
 
     def _call_phase(self, name: str, bucket: Bucket, state_index: torch.Tensor) -> Any:
-        """Run one phase, and capture it after its first run: its operators have kernels and counters then."""
+        """Run one phase; capture it after its first run, when its operators' kernels and counters exist."""
         key, inputs = (name, bucket), (state_index, bucket.shape)
         output = self._phases[key](*inputs)
         if key in self._uncaptured:
             self._uncaptured.remove(key)
             try:
                 self._phases[key] = self.maker.capture(self._phases[key], inputs)
-            except RuntimeError as error:  # No memory for its pool, say: requests go on without a graph.
+            except RuntimeError as error:  # For example no memory for its pool: requests go on without it.
                 logger.warning("the %s phase of %s runs without a graph: %s", name, bucket, error)
         return output

@@ -1,4 +1,4 @@
-"""Turns plans into results: launches them in order and fetches what came of them."""
+"""Turns plans into results: launches plans in order and fetches their outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _HostBuffer:
-    """Where a launch's packed output lands, None for one without, once `ready` has happened."""
+    """A host buffer for a launch's packed output, None for a launch without one.
+
+    `ready` is the event after which the output is complete; None on a CPU, where it is so at once.
+    """
 
     packed: torch.Tensor | None
     ready: torch.Event | None
@@ -33,11 +36,10 @@ class _HostBuffer:
 class Runner:
     """Runs plans; `run` returns the result of the launch `max_in_flight` plans ago, or None.
 
-    `waited_s` sums the seconds that `run` was blocked on the device. `fill` writes the parameters instead of
-    the checkpoint's loader (benchmarks: no weights of that size are at hand). Of several ranks that hold the
-    model each runs the same plans. `save_to`: a directory that does not exist yet, into which every compiled
-    program is written, for a graph_cache. Raises ValueError while it is created for a checkpoint that does
-    not fit its config.
+    `waited_s` sums the seconds that `run` waited for the device. `fill` writes the parameters in place of the
+    checkpoint's loader, for benchmarks of models without weights. `save_to`: a directory to create, into
+    which every compiled program is written, for a graph_cache. Every rank runs the same plans. The
+    constructor raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
     """
 
     def __init__(
@@ -51,27 +53,26 @@ class Runner:
         self.spec = spec
         self.memory, self.step, self.programs, self.moves, self.later = build(spec, progress, fill, save_to)
         self.waited_s = 0.0
-        # Plans whose launch has succeeded, so far.
+        # Plans whose launch has succeeded so far.
         self.num_launched = 0
         self._is_wait_due = False
-        # Launched, and not yet read; with the copies that failed.
+        # Launches whose results are unread, with the ids of their failed copies.
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
-        # On the host, of plans that are still to be launched, by step_id.
+        # By step_id of plans that are not launched yet; on the host.
         self._masks: dict[int, torch.Tensor] = {}
-        # Of each shape, those that no unread launch uses.
+        # By shape of the output, the buffers that no unread launch uses.
         self._free_buffers: dict[torch.Size | None, list[_HostBuffer]] = {}
 
     def cache_key(self) -> dict[str, Any]:
-        """What a graph_cache of these programs is made for."""
+        """The key of a graph_cache with these programs."""
         programs, num_blocks = self.programs, self.memory.num_blocks
         return early_key(self.spec) | late_key(self.spec, programs.buckets, num_blocks, programs.graph_mode)
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
-        """Launch `plan`, if any, and return the oldest result if it is due: more launches than may be in
-        flight.
+        """Launch `plan`, if any; return the oldest unread result if more than max_in_flight are unread.
 
-        Without a plan the oldest launch is waited for. Mutates the device's state as the plan says. A launch
-        that fails (memory, the device) has its error as its result, at once; what it mutated is not known.
+        Without a plan wait for the oldest launch. Mutates the device's state as the plan says. A failed
+        launch (memory, device) returns its error as its result at once; what it mutated is unknown.
         """
         if self._is_wait_due:
             self.moves.wait()
@@ -88,34 +89,35 @@ class Runner:
         return self._finish(*self._launches.popleft()) if self._launches and is_due else None
 
     def set_masks(self, plan: StepPlan, masks: torch.Tensor) -> None:
-        """Allow `plan`, of kind first or accept, which is launched next, no other ids than its masks do.
+        """Set the masks of `plan`, which is of kind first or accept and is launched next.
 
-        masks [rows, ceil(vocab_size / 32)] int32 on the host, a bit an id, the lowest first; rows are those
-        of the plan's slots, shape.verify + 1 each, or the one of a first token. It may be written again at
-        once after the launch. Raises ValueError for another shape or kind.
+        masks [rows, ceil(vocab_size / 32)] int32 on the host, one bit per id, the lowest id first; rows are
+        those of the plan's slots, shape.verify + 1 each, or the one of a first token. The caller may
+        overwrite it after the launch. Raises ValueError for another shape or kind.
         """
         rows = len(plan.slots) * (plan.shape.verify + 1)
         shape = (rows, -(-self.spec.model.vocab_size // 32))
         if plan.kind not in ("first", "accept") or tuple(masks.shape) != shape:
             raise ValueError(
                 f"masks must have shape {shape} for a first or accept plan, got {tuple(masks.shape)} for "
-                f"{plan.kind}; give every row its own"
+                f"{plan.kind}; give one mask per row"
             )
-        # Copied by the launch, which may fail for want of memory.
+        # The launch copies them: a copy may fail for lack of memory.
         self._masks[plan.step_id] = masks
 
     def drop_launches(self) -> None:
-        """Forget every launch, and what an interrupted one may have left half done; wait for copies."""
+        """Forget every launch and all that an interrupted launch may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
         self.programs.forget_batches()
-        # Interrupted, it is done before the next launch: copies may still write to what is given away.
+        # If the wait is interrupted, `run` waits before the next launch: copies may still write to memory
+        # that other requests own by then.
         self._is_wait_due = True
         self.moves.wait()
         self._is_wait_due = False
 
     def check(self) -> None:
-        """Raise what has ended the runner between two calls, if anything has; from any thread."""
+        """Raise the error that has ended the runner between two calls, if any; callable from any thread."""
 
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""
@@ -125,7 +127,7 @@ class Runner:
         if self.spec.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.spec.device)
-            except RuntimeError as error:  # Whoever ran a request has been told already.
+            except RuntimeError as error:  # Every request's caller has got this error already.
                 logger.error("the device failed", exc_info=error)
 
     def _launch(self, plan: StepPlan) -> tuple[_HostBuffer, tuple[int, ...]]:
@@ -135,7 +137,7 @@ class Runner:
         return self._fetch(output), failed
 
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
-        """Queue the plan's programs; returns the packed StepOutput of those that have one."""
+        """Queue the plan's programs; return their packed StepOutput, None for programs without one."""
         programs = self.programs
         if plan.catches_up:
             programs.catch_up(plan.slots)
@@ -160,7 +162,7 @@ class Runner:
         return None
 
     def _upload_masks(self, plan: StepPlan) -> torch.Tensor | None:
-        """The masks of a plan on the device, None where it has none."""
+        """The masks of a plan on the device; None for a plan without masks."""
         masks = self._masks.pop(plan.step_id, None)
         if masks is None or self.spec.device.type != "cuda":
             return masks
@@ -182,7 +184,7 @@ class Runner:
     def _make_buffer(self, shape: torch.Size | None) -> _HostBuffer:
         is_cuda = self.spec.device.type == "cuda"
         packed = None if shape is None else torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda)
-        # torch.cuda.Event would ask for the current stream in Python, at every step.
+        # torch.cuda.Event would look up the current stream in Python at every step.
         return _HostBuffer(packed, torch.Event(self.spec.device) if is_cuda else None)
 
     def _finish(self, plan: StepPlan, buffer: _HostBuffer, failed: tuple[int, ...]) -> StepResult:
@@ -200,7 +202,7 @@ class Runner:
         return result
 
     def fail(self, plan: StepPlan, error: Exception) -> StepResult:
-        """The result of a launch that failed, none of whose copies is under way any more."""
+        """The result of a failed launch, after a wait for its copies."""
         logger.error("a %s step failed", plan.kind, exc_info=error)
         self._masks.pop(plan.step_id, None)
         self.moves.wait(plan)
@@ -209,7 +211,7 @@ class Runner:
     def _read(
         self, plan: StepPlan, packed: torch.Tensor | None, failed: tuple[int, ...], is_late: bool
     ) -> StepResult:
-        """What the packed StepOutput of a plan means for its slots."""
+        """The result of a plan, from its packed StepOutput."""
         copies_done = self.moves.take_done(plan, failed)
         prompt_logprobs = None
         if packed is not None and (count := len(plan.next_ids)):
@@ -226,7 +228,7 @@ class Runner:
             )
         num_tokens = plan.shape.verify + 1
         has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
-        # Of a prefill those whose prompts have ended have a row.
+        # In a prefill only prompts that end have a row.
         owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))
         output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(owners)
         tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
@@ -248,7 +250,7 @@ class Runner:
 
 
 def _spread(found: list[list[int]], owners: Sequence[int], count: int) -> list[list[int]]:
-    """What was found for some of `count` slots, nothing for the others; nothing at all if nobody asked."""
+    """Lists for `count` slots: those of `found` at the indices `owners`, else empty; [] without `found`."""
     spread: list[list[int]] = [[] for _ in range(count)] if found else []
     for owner, values in zip(owners, found, strict=False):
         spread[owner] = values
@@ -256,7 +258,7 @@ def _spread(found: list[list[int]], owners: Sequence[int], count: int) -> list[l
 
 
 def _logprobs(packed: torch.Tensor, num_tokens: int, tokens: list[list[int]]) -> list[RowLogprobs]:
-    """Those of each request's drawn tokens."""
+    """The log probabilities of each request's drawn tokens."""
     found = unpack_logprobs(packed, num_tokens)
     return [
         RowLogprobs(*(column[: len(drawn)].tolist() for column in columns))

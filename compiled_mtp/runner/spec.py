@@ -1,4 +1,4 @@
-"""EngineSpec: what follows from an engine's configs and its device before anything is loaded, named once."""
+"""EngineSpec: every value that follows from the configs and the device before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from compiled_mtp.spec.depth import first_depth
 
 logger = logging.getLogger(__name__)
 
-# Of stored weights. Below, waiting for each other at every operator costs threads more than they save: the
-# checkpoint that ships, of 22 MB, decodes at 1.6 times the speed with one thread as with two on two idle
-# cores, and on busy ones at many times.
+# Stored weights of fewer bytes run on one thread: threads that wait for each other at every operator lose
+# more time than they save. The checkpoint that ships, of 22 MB, decodes 1.6 times as fast with one thread as
+# with two on two idle cores, and many times as fast on busy ones.
 _LEAST_THREADED_BYTES = 64 << 20
-# Of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the host 0.2 to 0.65 ms
-# a step; the smallest released model, 1.5 GB, loses 0.5 % to it, and one of a few MB half its speed.
+# The fewest bytes of a model whose steps are long enough for "reduce-overhead". Its bookkeeping takes the
+# host 0.2 to 0.65 ms per step: the smallest released model, of 1.5 GB, loses 0.5 % of its speed, and a model
+# of a few MB loses half.
 _LEAST_TREE_BYTES = 1 << 30
 
 
@@ -46,7 +47,7 @@ def _format_names(formats: Formats) -> Mapping[str, str]:
     return {name: form.name for name, form in sorted(formats.items())}
 
 
-def _draft_rows(plan: DraftHeadPlan) -> Mapping[str, int | bool | None]:
+def _draft_head_key(plan: DraftHeadPlan) -> Mapping[str, int | bool | None]:
     return {"num_ids": plan.num_ids, "is_fp8": plan.is_fp8}
 
 
@@ -56,28 +57,28 @@ def _kind(communicator: Communicator | None) -> str | None:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What every part of an engine reads in the place of its configs; see `resolve`.
+    """The resolved values that every part of an engine reads instead of its configs; see `resolve`.
 
-    part: what this rank holds of `model`. shapes: of the rounds that will run, the last the deepest. cache:
-    the graph_cache that is used. num_threads: None for those that torch has. max_model_len: before memory
-    bounds it. prefill_chunk: the most tokens of a prompt in a launch, busy_chunk while rounds wait for it.
-    least_saved: tokens that a checkpoint near a prompt's end must save the prompt when it comes again.
-    communicator: the way to the other ranks, if any.
+    model_shard: this rank's share of `model`. shapes: those of the rounds that will run, the deepest last.
+    num_valid_ids: ids that the tokenizer knows. cache: the graph_cache in use. num_threads: None for torch's
+    number. max_model_len: before memory bounds it. prefill_chunk: the most tokens of a prompt in a launch;
+    busy_chunk: the same while rounds wait. least_saved: the tokens that a state snapshot near a prompt's end
+    must save when the same prompt comes again. communicator: connects this rank to the others, if any.
 
-    A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata says
-    how, and `setting` names the setting that it settles, where their names differ.
+    A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata makes its
+    JSON value, and `setting` names the setting that it resolves, where the names differ.
     """
 
     config: EngineConfig = field(metadata=NOT_TRACED)
     model: ModelConfig = field(metadata=NOT_TRACED)
-    part: ModelConfig = field(metadata=NOT_TRACED)
+    model_shard: ModelConfig = field(metadata=NOT_TRACED)
     device: torch.device = field(metadata=NOT_TRACED)
     dtype: torch.dtype = field(metadata={"traced": _dtype_name})
     kv_dtype: torch.dtype = field(metadata={"traced": _dtype_name})
     weight_recipe: Recipe | None
     weight_formats: Formats = field(metadata={"traced": _format_names})
     shapes: tuple[RoundShape, ...]
-    draft_head: DraftHeadPlan = field(metadata={"traced": _draft_rows})
+    draft_head: DraftHeadPlan = field(metadata={"traced": _draft_head_key})
     num_valid_ids: int
     max_model_len: int
     prefill_chunk: int
@@ -92,7 +93,7 @@ class EngineSpec:
 
     @property
     def has_shapes(self) -> bool:
-        """Whether what runs has fixed shapes, made ready at the start: compiled, captured or both."""
+        """Whether programs have fixed shapes, prepared at the start: compiled, captured or both."""
         return self.is_compiled or self.has_graphs
 
     @property
@@ -102,7 +103,7 @@ class EngineSpec:
 
     @property
     def further_depths(self) -> tuple[int, ...]:
-        """The depths that a start does not compile: 0 first, since nothing is slower than it."""
+        """The depths that a start does not compile; 0 first, at which no text is slower than plain decode."""
         depths = self.config.depths
         if self.config.mtp_step != "auto" or not self.is_compiled:
             return ()
@@ -125,27 +126,27 @@ class EngineSpec:
 
     @property
     def prompt_rows(self) -> bool:
-        """Whether a rank also holds some rows of what is cut by columns."""
+        """Whether a rank also holds some rows of the weights that ranks divide by columns."""
         return self.communicator is not None and self.communicator.keeps_prompt_rows
 
     def own_folder(self, folder: Path) -> Path:
-        """Where this rank's saved programs are, those of one rank alone being in `folder`."""
+        """The folder of this rank's saved programs; `folder` itself where there is one rank."""
         if self.communicator is None:
             return folder
         return folder.with_name(f"{folder.name}_{self.rank}_of_{self.world}")
 
     def agree(self, value: int) -> int:
-        """The least `value` of all ranks: what follows from it must be the same on each."""
+        """The least `value` of all ranks, so that every rank derives the same numbers from it."""
         return value if self.communicator is None else self.communicator.least(value)
 
     def of_rank(self, communicator: Communicator) -> EngineSpec:
-        """The spec of one of the ranks that `communicator` connects, from that of the whole engine."""
+        """From the whole engine's spec, the spec of the rank that `communicator` belongs to."""
         is_cuda, formats = self.device.type == "cuda", self.weight_formats
         return replace(
             self,
             communicator=communicator,
             device=torch.device("cuda", communicator.rank) if is_cuda else self.device,
-            part=self.model.shard(communicator.rank, communicator.world),
+            model_shard=self.model.shard(communicator.rank, communicator.world),
             weight_formats=with_prompt_rows(formats) if communicator.keeps_prompt_rows else formats,
         )
 
@@ -153,10 +154,10 @@ class EngineSpec:
 def resolve(
     config: EngineConfig, model: ModelConfig, num_valid_ids: int, *, is_checkpoint: bool = True
 ) -> EngineSpec:
-    """Settle what the configs leave open, for an engine of one process; `of_rank` for one of several.
+    """Resolve what the configs leave open, for an engine of one process; `of_rank` derives a rank's spec.
 
-    is_checkpoint: weights come from the checkpoint's files, whose headers are read. Sets nothing: that is
-    `apply`'s. Raises ValueError for what does not fit.
+    is_checkpoint: weights come from the checkpoint's files, whose headers are read. Changes nothing in the
+    process; `apply` does. Raises ValueError for settings that do not fit the model or the device.
     """
     device = resolve_device(config.device)
     kind, path = device.type, config.model if is_checkpoint else None
@@ -169,7 +170,7 @@ def resolve(
     return EngineSpec(
         config=config,
         model=model,
-        part=model,
+        model_shard=model,
         device=device,
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
@@ -191,30 +192,32 @@ def resolve(
 
 
 def apply(spec: EngineSpec) -> None:
-    """Set threads and operators of the process, and say what the config may not have meant."""
+    """Set threads and operators of the process, and log settings whose effect the caller may not expect."""
     config = spec.config
     if not spec.is_compiled and config.compile == "auto":
-        # A caller who chose a graph mode or shapes to compile wanted compiled code.
+        # A caller who chose a graph mode or batch sizes expects compiled code.
         is_wanted = config.graph_mode not in ("auto", "off") or config.batch_sizes is not None
         logger.log(
             logging.WARNING if is_wanted else logging.INFO,
-            "running uncompiled: on a CPU compile=auto takes only what a graph_cache holds: set compile=on",
+            "running uncompiled: on a CPU compile=auto runs only what a graph_cache holds compiled; set "
+            "compile=on",
         )
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     use_reference(config.reference_ops)
     if config.reference_ops:
-        logger.warning("on their reference: %s", ", ".join(config.reference_ops))
+        logger.warning("operators on their reference: %s", ", ".join(config.reference_ops))
     if spec.cache is not config.graph_cache:
-        logger.warning("running uncompiled: with compile=off graph_cache is not used")
+        logger.warning("running uncompiled: compile=off ignores graph_cache")
 
 
 def choose_graph_mode(spec: EngineSpec, weight_bytes: int) -> GraphMode | None:
-    """How steps become CUDA graphs; None where they do not.
+    """How steps become CUDA graphs; None without graphs.
 
-    "auto" is what a graph_cache was made for; without one torch's CUDA-graph trees, where a step is long
-    enough to hide what they do between two of them. What is not compiled is captured by hand, and so is what
-    several ranks run: trees would capture, or not, on each rank as they see fit.
+    "auto" is the mode that a graph_cache was made for. Without a cache it is "reduce-overhead" (torch's
+    CUDA-graph trees) for models of at least _LEAST_TREE_BYTES, whose steps hide the trees' work on the host.
+    Uncompiled code is always captured by hand, "replay". So is the code of several ranks: trees decide on
+    each rank by themselves what they capture.
     """
     mode = spec.config.graph_mode
     if not spec.has_graphs:
@@ -231,7 +234,7 @@ def choose_graph_mode(spec: EngineSpec, weight_bytes: int) -> GraphMode | None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `name` stands for. Raises ValueError for a GPU that is not there."""
+    """The device that `name` stands for. Raises ValueError for "cuda" where torch finds no CUDA device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -240,7 +243,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _chooses_compiled(config: EngineConfig, device_type: str) -> bool:
-    """Whether steps are compiled: a newcomer's first run on a CPU starts at once, uncompiled."""
+    """Whether steps are compiled. By default a CPU runs uncompiled, so that a first run starts at once."""
     if config.compile != "auto":
         return config.compile == "on"
     return device_type != "cpu" or config.graph_cache is not None
@@ -249,7 +252,7 @@ def _chooses_compiled(config: EngineConfig, device_type: str) -> bool:
 def _has_graphs(config: EngineConfig, device_type: str) -> bool:
     """Whether steps become CUDA graphs, compiled or not.
 
-    An operator's reference may read values on the host, which no graph can: "auto" leaves graphs out then.
+    With reference_ops "auto" means no graphs: a reference may read values on the host, which a graph cannot.
     """
     if config.graph_mode == "auto" and config.reference_ops:
         return False
@@ -259,8 +262,11 @@ def _has_graphs(config: EngineConfig, device_type: str) -> bool:
 def _plan_draft_head(
     config: EngineConfig, model: ModelConfig, num_valid_ids: int, device: torch.device
 ) -> DraftHeadPlan:
-    """Which head drafts read. Raises ValueError for a file of ids that does not fit, and for FP8 on a GPU
-    that cannot convert it."""
+    """Which head the drafts are drawn from.
+
+    Raises ValueError for a file of ids that does not fit the vocabulary, and for FP8 on a GPU that cannot
+    convert it.
+    """
     ids = choose_draft_ids(config.draft_vocab, num_valid_ids, model.eos_token_ids)
     is_fp8 = config.draft_head_dtype != "auto"
     if is_fp8 and device.type == "cuda" and not converts_fp8(device):
@@ -270,5 +276,5 @@ def _plan_draft_head(
 
 
 def _is_small(path: Path) -> bool:
-    """Whether threads cost more than they save."""
+    """Whether the stored weights are so small that one thread is fastest."""
     return sum(weight.num_bytes for weight in read_stored(path).values()) < _LEAST_THREADED_BYTES

@@ -11,10 +11,11 @@ from compiled_mtp.plan import PromptChunk
 
 
 class StaticInputs:
-    """state_indices [size] int32 by batch size; token_ids [length] int64 by padded length of a prompt launch;
-    pieces [5, n] int64 and ended [n] int32 by number of prompts.
+    """The static tensors, and the copies of each launch's batch or prompts into them.
 
-    A batch is copied to the device only if it differs from the one before.
+    state_indices [size] int32 by batch size; token_ids [length] int64 by padded length of a prompt launch;
+    prompt_chunks [5, n] int64, as `prefill` takes it, and ended [n] int32 by number of prompts. A batch is
+    copied to the device only if it differs from the last one of its size.
     """
 
     def __init__(
@@ -26,11 +27,11 @@ class StaticInputs:
         self.token_ids = {length: self.zeros(length, torch.int64) for length in lengths}
         self.prompt_chunks = {n: self.zeros(5 * n, torch.int64).view(5, n) for n in counts}
         self.ended = {n: self.zeros(n, torch.int32) for n in counts}
-        # The slots that each of state_indices holds, as far as it is known.
+        # The slots that each of state_indices holds, where that is known.
         self._batches: dict[int, tuple[int, ...]] = {}
 
     def write_batch(self, size: int, slots: tuple[int, ...]) -> torch.Tensor:
-        """Return the state indices of that size, holding `slots` and then padding."""
+        """Return the state indices of that size with `slots`, then padding."""
         state_index = self.state_indices[size]
         if self._batches.get(size) != slots:
             self._batches.pop(size, None)  # The upload may fail.
@@ -45,7 +46,7 @@ class StaticInputs:
     def write_tokens(
         self, length: int, rows: int, prompt_chunks: Sequence[PromptChunk], first_rows: Sequence[int]
     ) -> torch.Tensor:
-        """Return `rows` token ids of that padded length, holding each piece from its first row on."""
+        """Return the first `rows` token ids of that padded length, with each chunk from its first row on."""
         token_ids: list[int] = []
         for first_row, prompt_chunk in zip(first_rows, prompt_chunks, strict=True):
             token_ids += [0] * (first_row - len(token_ids))
@@ -54,7 +55,7 @@ class StaticInputs:
         self.upload(buffer[: len(token_ids)], token_ids)
         return buffer if rows == length else buffer[:rows]
 
-    def write_pieces(
+    def write_prompt_chunks(
         self,
         count: int,
         slots: Sequence[int],
@@ -62,7 +63,8 @@ class StaticInputs:
         first_rows: Sequence[int],
         end: int,
     ) -> torch.Tensor:
-        """Return the table of `count` pieces for `prefill`: pieces without tokens, at row `end`, fill it."""
+        """Return the table of `count` chunks for `prefill`: the given ones, then chunks without tokens at row
+        `end`."""
         columns = [
             (slot, prompt_chunk.start, len(prompt_chunk.token_ids), first_row, prompt_chunk.snapshot_offset)
             for slot, prompt_chunk, first_row in zip(slots, prompt_chunks, first_rows, strict=True)
@@ -73,13 +75,13 @@ class StaticInputs:
         return table
 
     def write_ended(self, size: int, slots: Sequence[int]) -> torch.Tensor:
-        """Return the state indices of ended prompts of that number, holding `slots` and then padding."""
+        """Return the state indices of `size` ended prompts with `slots`, then padding."""
         state_index = self.ended[size]
         self.upload(state_index, (*slots, *[0] * (size - len(slots))))
         return state_index
 
     def write_padding(self) -> None:
-        """Let every table of pieces hold one token of the padding slot, as warm-up runs need it."""
+        """Write one token of the padding slot into every table of chunks, for warm-up runs."""
         for table in self.prompt_chunks.values():
             table[2, 0] = 1
             table[3, 1:] = PROMPT_CHUNK_MULTIPLE
@@ -89,7 +91,7 @@ class StaticInputs:
         return torch.zeros(size, dtype=dtype, device=self.device)
 
     def upload(self, static: torch.Tensor, values: Collection[int]) -> None:
-        """Copy `values` to a tensor of as many entries, without waiting for the device."""
+        """Copy `values` to a tensor of as many entries without waiting for the device."""
         host = torch.tensor(values, dtype=static.dtype)
         # The caching host allocator keeps a pinned block until the copy that reads it has run.
         static.copy_(host.pin_memory() if static.is_cuda else host, non_blocking=True)

@@ -1,1 +1,1 @@
-"""What decides a request's tokens beside the model: parameters, logprobs, grammars."""
+"""Sampling parameters, log probabilities, grammars and stop strings of a request."""

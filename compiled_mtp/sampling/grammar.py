@@ -1,13 +1,13 @@
 """Grammars in a verify window: each row's mask of allowed ids, given the drafts before it.
 
-`GrammarCompiler` turns a source into a `Matcher`, in the caller's thread. `MaskFiller` fills the masks of all
+`GrammarCompiler` compiles a source to a `Matcher` in the caller's thread. `MaskFiller` fills the masks of all
 requests' rows of a round in one parallel call, and `Matcher.accept` takes the tokens that the round emitted,
-one by one. The extra `guided` (llguidance) is needed from the first `compile` on.
+one by one. The first `compile` needs the extra `guided` (llguidance).
 
-Tokens may depend on no draft and on no other request, but llguidance's limits count work: a lexer keeps
-every state that it has ever made, and `LLMatcher.deep_copy` shares that lexer. So each matcher is compiled
-from text, and every error is checked against another new one that took the accepted tokens alone. Steps have
-no limit of lexer fuel, since a lexer that has done part of the work before would need less.
+A token must not depend on drafts or on other requests, but llguidance's limits count work: a lexer keeps
+every state that it has made, and `LLMatcher.deep_copy` shares the lexer. So each matcher is compiled from
+text, and an error counts only if a new matcher that took the accepted tokens alone has it too. A step's lexer
+fuel has no limit, because a lexer that did part of the work earlier would need less fuel.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from compiled_mtp.sampling.grammar_source import GrammarSource, Schema, children
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Of one lexer, at some 450 bytes each.
+# States of one lexer; each takes about 450 bytes.
 _MAX_LEXER_STATES = 100_000
 _FUEL_TO_COMPILE, _NO_LIMIT = 1_000_000, 2**62
-# Schemas compiled alone to find where in a request an error stands.
-_PLACE_TRIES = 256
+# How many schemas `_find_fault` compiles alone to find the field with the error.
+_MOST_TRIED_SCHEMAS = 256
 _ALL_IDS = -1
-# Sets of tokens that enter a mask as a whole where all their text may follow: that of JSON strings, as
-# llguidance has them, and before it that without "<", for text in calls that are not JSON.
+# llguidance adds such a set of tokens to a mask at once where the grammar allows all their text. _IN_STRINGS
+# is llguidance's own set for JSON strings; _IN_TEXT, which has no "<", is for values of XML calls.
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 _IN_TEXT = r'[^"\\\x00-\x1F\x7F<]'
 _REPEATS = ("{1,10}", "{1,30}", "+")
@@ -44,8 +44,10 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{one}{end}" for one in (_IN_TEXT, _IN_STR
 
 
 class Reasoning(NamedTuple):
-    """A part before the grammar: any ids but those that end a request, up to the ids `end`; `lead` may follow
-    once."""
+    """The reasoning part before the grammar: all ids except eos ids, up to the ids `end`.
+
+    lead: text that may follow `end` once.
+    """
 
     end: tuple[int, ...]
     lead: str = "\n\n"
@@ -55,8 +57,8 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer; any thread may call it.
 
     tokenizer_json: the text of the checkpoint's tokenizer.json. num_ids: width of the logits. eos_token_ids:
-    all ids that end a request. step_max_items bounds the parser items of one mask, max_lexer_states the
-    memory of one matcher. The tokenizer's trie is built by `warm_up` or the first `compile`.
+    all ids that end a request. step_max_items bounds the parser items of one mask; max_lexer_states bounds
+    the memory of one matcher. `warm_up` or the first `compile` builds the tokenizer's trie.
     """
 
     def __init__(
@@ -71,15 +73,15 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._num_ids = num_ids
         self._eos_token_ids = sorted(eos_token_ids)
-        self._goes_on = _allow_but(self._eos_token_ids, num_ids)
+        self._reasoning_mask = _allow_except(self._eos_token_ids, num_ids)
         self._step_max_items = step_max_items
         self._max_lexer_states = max_lexer_states
-        # A signal's handler may add a request while its thread is adding one.
+        # Reentrant: a signal handler may add a request while its thread is adding one.
         self._lock = threading.RLock()
         self._tokenizer: LLTokenizer | None = None
 
     def warm_up(self) -> None:
-        """Build the trie, with the interpreter's lock held. Raises ValueError without llguidance."""
+        """Build the trie; this holds the interpreter lock. Raises ValueError without llguidance."""
         llguidance = _llguidance("grammar")
         with self._lock:
             if self._tokenizer is None:
@@ -91,23 +93,23 @@ class GrammarCompiler:
                 )
 
     def compile(self, source: GrammarSource, reasoning: Reasoning | None = None) -> Matcher:
-        """Return a new matcher. Raises ValueError, naming the place, for what cannot be compiled."""
-        _llguidance(source.place)
+        """Return a new matcher. Raises ValueError, with the field's name, if the source does not compile."""
+        _llguidance(source.field)
         self.warm_up()
         text = source.lark(reasoning.lead if reasoning else "")
         start = self._make(text, self._limits(_FUEL_TO_COMPILE))
         if start.is_error():
-            place, problem = _find_place(source, start.get_error(), self._limits(_FUEL_TO_COMPILE))
-            raise ValueError(f"{place} must be a grammar that can be compiled, got: {problem}; simplify it")
-        # What a new lexer has left of this fuel must do for all tokens that it takes before its next mask.
+            field, problem = _find_fault(source, start.get_error(), self._limits(_FUEL_TO_COMPILE))
+            raise ValueError(f"{field} must be a grammar that can be compiled, got: {problem}; simplify it")
+        # Without a limit: a replay spends this fuel on all tokens that it takes before its next mask.
         make = partial(self._make, text, self._limits(_NO_LIMIT))
-        return Matcher(start, make, reasoning.end if reasoning else (), self._goes_on)
+        return Matcher(start, make, reasoning.end if reasoning else (), self._reasoning_mask)
 
     def _make(self, text: str, limits: LLParserLimits) -> LLMatcher:
-        """A matcher with a lexer of its own, or one in error."""
+        """Return a matcher with its own lexer; the matcher may be in error."""
         matcher = _llguidance("grammar").LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
-            # The first mask shows limits that only matching reaches.
+            # The first mask finds limits that compilation does not reach.
             matcher.compute_bitmask()
         return matcher
 
@@ -123,10 +125,10 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """Where one request stands in its grammar. Owned by the engine's thread once the request is queued.
+    """The position of one request in its grammar. The engine's thread owns it once the request is queued.
 
-    is_ended: an accepted token ended the grammar, and with it the request. error: the grammar cannot go on;
-    the request ends with it.
+    is_ended: an accepted token ended the grammar, and so the request. error: why the grammar cannot continue,
+    which ends the request, or None.
     """
 
     def __init__(
@@ -134,12 +136,12 @@ class Matcher:
         start: LLMatcher,
         make: Callable[[], LLMatcher],
         reasoning_end: tuple[int, ...],
-        goes_on: torch.Tensor,
+        reasoning_mask: torch.Tensor,
     ) -> None:
-        self._make = make  # returns one more like `start`
+        self._make = make  # compiles another matcher like `start`
         self._reasoning_end = reasoning_end
-        self._goes_on = goes_on  # the mask of a row in the reasoning part
-        self._goes_on_words: NDArray[np.int32] = goes_on.numpy()
+        self._reasoning_mask = reasoning_mask  # the mask of a row in the reasoning part
+        self._reasoning_words: NDArray[np.int32] = reasoning_mask.numpy()
         self._begin(start)
 
     def _begin(self, live: LLMatcher) -> None:
@@ -147,27 +149,27 @@ class Matcher:
         self.error: str | None = None
         self._live = live
         self._accepted: list[int] = []
-        # The last ids of the reasoning part, as many as its end has; None once the grammar has begun.
+        # The last ids of the reasoning part, at most as many as its end has; None once the grammar has begun.
         self._tail: tuple[int, ...] | None = () if self._reasoning_end else None
-        # Drafts after which no mask can be made, and why.
+        # Drafts after which llguidance can make no mask, and its error.
         self._dead_end: tuple[list[int], str] | None = None
 
     def reset(self) -> None:
-        """Stand where the output begins."""
+        """Return to the beginning of the output."""
         self._begin(self._make())
 
     def fork(self) -> Matcher:
-        """Return a matcher that stands where this one does and goes its own way; it is compiled anew."""
-        other = Matcher(self._replay([]), self._make, self._reasoning_end, self._goes_on)
+        """Return an independent matcher at the same position; it is compiled from text."""
+        other = Matcher(self._replay([]), self._make, self._reasoning_end, self._reasoning_mask)
         other.is_ended, other.error, other._tail = self.is_ended, self.error, self._tail
         other._dead_end, other._accepted = self._dead_end, list(self._accepted)
         return other
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Take the tokens that a round emitted; return how many count.
+        """Take the tokens that a round emitted; return how many the request keeps.
 
-        Tokens behind the one that ended the grammar, or that it could not take, do not. Mutates is_ended and
-        error.
+        It keeps none after the token that ended the grammar, and none from the first that the grammar cannot
+        take. Mutates is_ended and error.
         """
         dead_end, self._dead_end = self._dead_end, None
         for index, token_id in enumerate(token_ids):
@@ -200,13 +202,13 @@ class Matcher:
         return f"the grammar cannot go on after {num_tokens} tokens: {_one_line(matcher.get_error())}"
 
     def _replay(self, drafts: Sequence[int]) -> LLMatcher:
-        """A new matcher that has taken the accepted tokens and `drafts`, and no others."""
+        """Return a new matcher that has taken the accepted tokens and then `drafts`."""
         matcher = self._make()
         matcher.consume_tokens([*self._accepted, *drafts])
         return matcher
 
     def _first_row(self, drafts: Sequence[int]) -> int | None:
-        """The first row of a window that the grammar masks, None if all of it is reasoning."""
+        """Return the first row of a window that the grammar masks, None if all rows are reasoning."""
         tail = self._tail
         for row, draft in enumerate([*drafts, None]):
             if tail is None:
@@ -216,15 +218,17 @@ class Matcher:
         return None
 
     def _fill_reasoning(self, masks: torch.Tensor, drafts: Sequence[int]) -> int | None:
-        """Fill the rows of this request up to the first that the grammar masks, and return that; those behind
-        it allow every id."""
+        """Fill this request's rows before the first that the grammar masks; return that row's index or None.
+
+        From that row on, the rows allow all ids.
+        """
         first = self._first_row(drafts)
         masks.fill_(_ALL_IDS)
-        masks[:first] = self._goes_on
+        masks[:first] = self._reasoning_mask
         return first
 
     def _fill_alone(self, masks: torch.Tensor, drafts: Sequence[int]) -> None:
-        """Fill the rows of this request again, each by a matcher that saw nothing but its own prefix."""
+        """Fill this request's rows again, each by a new matcher that has taken only the row's prefix."""
         first = self._fill_reasoning(masks, drafts)
         assert first is not None
         for row in range(first, len(drafts) + 1):
@@ -232,7 +236,8 @@ class Matcher:
             if row == first:
                 self._live = matcher
             if matcher.is_error() and row > first:
-                return  # An illegal draft, or one that `accept` will find the grammar cannot take.
+                # The grammar forbids the draft before this row, or `accept` will find that it cannot take it.
+                return
             mask = masks[row]
             matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
             if matcher.is_error():
@@ -244,24 +249,24 @@ class Matcher:
                 return
 
     def _lacks_a_row(self, words: NDArray[np.int32], drafts: Sequence[int]) -> bool:
-        """Whether the row behind a draft that the grammar allows was not written.
+        """Return whether llguidance left the row after an allowed draft unwritten.
 
-        A lexer that reaches its limit while it takes a draft forbids that draft, and says nothing.
+        It does so, without an error, where the lexer reaches its limit while it takes the draft.
         """
         for row, draft in enumerate(drafts):
             word, bit = divmod(draft, 32)
             if not 0 <= word < words.shape[1]:
                 return False
-            if not (words[row, word] & self._goes_on_words[word]) >> bit & 1:
-                return False  # Forbidden, or an end.
-            behind = words[row + 1]
-            if behind[0] == _ALL_IDS and bool((behind == _ALL_IDS).all()):
+            if not (words[row, word] & self._reasoning_words[word]) >> bit & 1:
+                return False  # The grammar forbids the draft, or the draft ends the request.
+            following = words[row + 1]
+            if following[0] == _ALL_IDS and bool((following == _ALL_IDS).all()):
                 return True
         return False
 
 
 class Window(NamedTuple):
-    """The rows of one request in a round's masks: `row`, and one more for each draft."""
+    """The rows of one request in a round's masks: `row`, then one row for each draft."""
 
     matcher: Matcher
     row: int
@@ -269,19 +274,19 @@ class Window(NamedTuple):
 
 
 class MaskFiller:
-    """Fills masks on a pool of `num_threads` threads (llguidance would take most of the machine)."""
+    """Fills masks on `num_threads` threads; llguidance's default is most cores of the machine."""
 
     def __init__(self, num_threads: int) -> None:
         self._executor = _llguidance("grammar").LLExecutor(num_threads)
 
     def fill(self, windows: Sequence[Window], masks: torch.Tensor) -> None:
-        """Write the mask of every row of `windows`; other rows of `masks` are left alone.
+        """Write the mask of every row of `windows`; other rows of `masks` keep their values.
 
         masks [rows, ceil(num_ids / 32)] i32 on the CPU, contiguous, mutated: bit v % 32 of word v // 32 says
-        that id v is allowed. All are behind a draft that the grammar forbids, which is rejected, and all but
-        those that would end the request in a reasoning part. Ids that no token has are never allowed by a
-        grammar. A window's matcher may have its `error` set: its request ends. Each matcher may stand in one
-        window only.
+        that id v is allowed. A row after a draft that the grammar forbids allows all ids, because the round
+        rejects the draft. A row in a reasoning part allows all ids except eos ids. A grammar never allows
+        ids that no token has. May set `error` of a window's matcher, which ends its request. A matcher must
+        not be in two windows.
         """
         with_drafts: list[tuple[LLMatcher, int, list[int]]] = []
         without: list[tuple[LLMatcher, int]] = []
@@ -296,22 +301,22 @@ class MaskFiller:
             if first < len(drafts):
                 with_drafts.append((matcher._live, row + first, list(drafts[first:])))
             else:
-                # llguidance takes no empty list of drafts.
+                # llguidance refuses an empty list of drafts.
                 without.append((matcher._live, row + first))
-        place = (masks.data_ptr(), masks.shape[1] * masks.element_size(), masks.shape[0])
+        target = (masks.data_ptr(), masks.shape[1] * masks.element_size(), masks.shape[0])
         if with_drafts:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *place)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *target)
         if without:
-            self._executor.unsafe_compute_mask_ptr(without, *place)
+            self._executor.unsafe_compute_mask_ptr(without, *target)
         words = masks.numpy()
         for (matcher, row, drafts), first in masked:
-            behind = words[row + first : row + len(drafts) + 1]
-            if matcher._live.is_error() or matcher._lacks_a_row(behind, drafts[first:]):
+            filled = words[row + first : row + len(drafts) + 1]
+            if matcher._live.is_error() or matcher._lacks_a_row(filled, drafts[first:]):
                 matcher._fill_alone(masks[row : row + len(drafts) + 1], drafts)
 
 
-def _allow_but(token_ids: Iterable[int], num_ids: int) -> torch.Tensor:
-    """The mask [ceil(num_ids / 32)] i32 of one row that allows every id but these."""
+def _allow_except(token_ids: Iterable[int], num_ids: int) -> torch.Tensor:
+    """Return the mask [ceil(num_ids / 32)] i32 of one row that allows every id except `token_ids`."""
     words = [2**32 - 1] * -(-num_ids // 32)
     for token_id in token_ids:
         words[token_id // 32] &= ~(1 << token_id % 32)
@@ -323,29 +328,29 @@ def _next_tail(tail: tuple[int, ...], token_id: int, end: tuple[int, ...]) -> tu
     return None if tail == end else tail
 
 
-def _find_place(source: GrammarSource, problem: str, limits: LLParserLimits) -> tuple[str, str]:
-    """The deepest schema that alone has the problem of the schema around it, and the problem."""
-    for place, root in source.schemas:
+def _find_fault(source: GrammarSource, problem: str, limits: LLParserLimits) -> tuple[str, str]:
+    """Return the field and the problem of the deepest schema that alone has its outer schema's problem."""
+    for field, root in source.schemas:
         schema, found = root, _schema_problem(root, root, limits)
-        tries = iter(range(_PLACE_TRIES))
+        tries = iter(range(_MOST_TRIED_SCHEMAS))
         while found is not None:
             problem = found
             deeper = next(
                 (
-                    (place + below, child)
-                    for (below, child), _ in zip(children(schema), tries, strict=False)
+                    (field + inner, child)
+                    for (inner, child), _ in zip(children(schema), tries, strict=False)
                     if _schema_problem(child, root, limits) == found
                 ),
                 None,
             )
             if deeper is None:
-                return place, _one_line(problem)
-            place, schema = deeper
-    return source.place, _one_line(problem)
+                return field, _one_line(problem)
+            field, schema = deeper
+    return source.field, _one_line(problem)
 
 
 def _schema_problem(schema: Schema, root: Schema, limits: LLParserLimits) -> str | None:
-    """What llguidance has against a schema inside `root`, without the place it would give."""
+    """Return llguidance's error for a schema inside `root`, without its position, or None."""
     matcher = _llguidance("grammar").LLMatcher
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     grammar = matcher.grammar_from_json_schema(json.dumps({**definitions, **schema}))
@@ -354,15 +359,15 @@ def _schema_problem(schema: Schema, root: Schema, limits: LLParserLimits) -> str
 
 
 def _one_line(text: str) -> str:
-    # It quotes the caller's grammar.
+    # Escape: the error quotes the caller's grammar.
     return escape(" ".join(text.replace("<non-verbose/>", "").split())[:200])
 
 
-def _llguidance(place: str) -> ModuleType:
+def _llguidance(field: str) -> ModuleType:
     try:
         import llguidance
     except ImportError:
         raise ValueError(
-            f"{place} must be left out without llguidance, got a grammar; pip install 'compiled-mtp[guided]'"
+            f"{field} must be left out without llguidance, got a grammar; pip install 'compiled-mtp[guided]'"
         ) from None
     return llguidance

@@ -1,7 +1,7 @@
-"""Log probabilities on the host's side: an entry an emitted token, in step with its text. No torch.
+"""Log probabilities on the host: one entry per emitted token, in step with the token's text. No torch.
 
-The device gives, for each row, the chosen id's log probability and rank and a list of the likeliest ids. Here
-they become entries, which are cut where the tokens are cut and shown when the text of their token is.
+The device gives, for each row, the chosen id's log probability and rank and a list of the likeliest ids. This
+module turns them into entries, cuts entries where tokens are cut, and shows an entry with its token's text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from compiled_mtp.plan import RowLogprobs
 
 
 class TopLogprob(NamedTuple):
-    """One of the likeliest ids at a position. bytes: of its text, none for special tokens."""
+    """One of the likeliest ids at a position. bytes: of its text, empty for special tokens."""
 
     token_id: int
     bytes: bytes
@@ -25,10 +25,11 @@ class TopLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One emitted token. rank counts from 1, the likeliest; of equally likely ids the lowest comes first.
+    """The log probability of one emitted token.
 
-    top holds the likeliest ids in that order, those that cannot be drawn left out: for processed logprobs it
-    may be shorter than was asked. bytes: of the token's text, none for special tokens.
+    rank: 1 for the likeliest id; of equally likely ids the lowest comes first. top: the likeliest ids in that
+    order without those that cannot be drawn, so processed logprobs may list fewer than the request asks for.
+    bytes: of the token's text, empty for special tokens.
     """
 
     token_id: int
@@ -41,7 +42,7 @@ class TokenLogprob:
 def make_entries(
     token_ids: Sequence[int], rows: RowLogprobs, num_top: int, token_bytes: Callable[[int], bytes]
 ) -> list[TokenLogprob]:
-    """Return the entries of the tokens that a round kept: row i is that of token i, others are dropped."""
+    """Return the entries of the tokens that a round kept: token i has row i; later rows are dropped."""
     entries = []
     for index, token_id in enumerate(token_ids):
         listed = zip(rows.top_ids[index][:num_top], rows.top_logprobs[index], strict=False)
@@ -53,9 +54,10 @@ def make_entries(
 
 
 class LogprobQueue:
-    """Entries of one request whose text is held back, as stop strings and halves of characters are.
+    """Holds back entries of one request until all of their text is shown.
 
-    In all it gives back every entry that was added, in order: one for each emitted token.
+    Text is held back while it may begin a stop string or ends in part of a character. The queue returns
+    every added entry once, in order.
     """
 
     def __init__(self) -> None:
@@ -67,12 +69,12 @@ class LogprobQueue:
         return (entry for _, entry in self._held)
 
     def add(self, entry: TokenLogprob, num_characters: int) -> None:
-        """Take a token's entry; num_characters: what the detokenizer gave for it."""
+        """Add a token's entry; num_characters: length of the text that the detokenizer returned for it."""
         self._num_decoded += num_characters
         self._held.append((self._num_decoded, entry))
 
     def take(self, num_shown: int) -> list[TokenLogprob]:
-        """Return the entries of tokens whose text is shown whole, now that num_shown more characters are."""
+        """Count num_shown more characters as shown; return the entries whose text is now shown whole."""
         self._num_shown += num_shown
         ready = []
         while self._held and self._held[0][0] <= self._num_shown:
@@ -80,7 +82,7 @@ class LogprobQueue:
         return ready
 
     def flush(self) -> list[TokenLogprob]:
-        """Return what is held, at the end of the request: a stop cuts text, not the tokens that made it."""
+        """Return the held entries at the request's end: a stop string cuts text, but keeps its tokens."""
         ready = [entry for _, entry in self._held]
         self._held.clear()
         return ready

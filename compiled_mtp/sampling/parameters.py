@@ -1,8 +1,8 @@
-"""How a parameter of a call in the XML form is written and read back: as text, or as JSON. No torch.
+"""How a tool call in the XML form writes a parameter, and how to read it back: raw text or JSON. No torch.
 
-One rule for the grammar and for who reads its text: a schema is a list of alternatives; a string stands as it
-is, and so does a listed one; every other value is JSON. A text is JSON where an alternative that is no string
-admits its value, else it is the string. What only strings may be is never read as JSON.
+The grammar and the parser share one rule. A schema is a list of alternatives. Strings, also those of an enum,
+are written raw; every other value is written as JSON. The parser reads a text as JSON if an alternative that
+is not a string admits the value, else as a string. A parameter of strings alone is never read as JSON.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from compiled_mtp.sampling.schema_types import well_typed, with_null_types
 from compiled_mtp.sampling.schema_values import admits, same
 
 NOTES = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions"}
-"""Keywords that allow and forbid nothing."""
+"""Keywords that do not restrict values."""
 
 _WORDS = ("true", "false", "null")
 _NUMBER_START = re.compile(r"-?(?:\d[\d.eE+-]*)?")
 
 
 class Parameter:
-    """How the texts of one parameter are read.
+    """Decides how to read the texts of one parameter.
 
-    is_string: always as text; is_json: always as JSON, since no alternative is text. Neither: by the value.
+    is_string: always as text. is_json: always as JSON, because no alternative is text. If both are False, the
+    value decides (`admits_json`).
     """
 
     def __init__(self, parameters: Schema, name: str) -> None:
@@ -43,7 +44,7 @@ class Parameter:
         self.is_json = len(self._others) == len(several)
 
     def admits_json(self, text: str) -> bool:
-        """Whether a whole text is the JSON of a value that is no string as it stands."""
+        """Return whether a whole text is the JSON of a value that an alternative other than text admits."""
         try:
             value = json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError):
@@ -53,7 +54,7 @@ class Parameter:
         )
 
     def may_become_json(self, start: str) -> bool:
-        """Whether a text that begins with `start` may be JSON; where not, it can be told as it comes."""
+        """Return whether a text that begins with `start` may be JSON; if not, the text can be streamed."""
         text = start.lstrip()
         if not text or text[0] in '{["':
             return True
@@ -62,7 +63,7 @@ class Parameter:
 
 
 def parameter_schema(schema: Schema, name: str) -> Schema:
-    """Return the schema of one declared parameter, alone: definitions it may refer to come with it."""
+    """Return the schema of one declared parameter with the definitions to which it may refer."""
     found = (schema.get("properties") or {}).get(name, {})
     inner = found if isinstance(found, Mapping) else {}
     root = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -76,7 +77,7 @@ def parameter_schema(schema: Schema, name: str) -> Schema:
 
 
 def alternatives(schema: Schema) -> list[Schema]:
-    """A schema of several types as several schemas; one of them may be raw text."""
+    """Split a schema of several types into schemas of one type each; raw text may be one of them."""
     several = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(several, list):
         root = {key: value for key, value in schema.items() if key in ("$defs", "definitions")}
@@ -94,17 +95,17 @@ def _by_type(schema: Schema) -> list[Schema]:
 
 
 def is_listed(schema: Schema) -> bool:
-    """Whether a schema lists its values."""
+    """Return whether a schema lists its values, by enum or const."""
     return "enum" in schema or "const" in schema
 
 
 def listed(schema: Schema) -> list[Any]:
-    """Return the values that a schema lists and does not forbid by its other keywords."""
+    """Return the values that a schema lists and its other keywords admit."""
     return [one for one in schema.get("enum", [schema.get("const")]) if admits(schema, one)]
 
 
 def is_raw(schema: Schema) -> bool:
-    """Whether a value is written as it is: its schema says string, or says nothing at all."""
+    """Return whether a value may be written raw: its schema lists or is a string, or restricts nothing."""
     if is_listed(schema):
         return any(isinstance(one, str) for one in schema.get("enum", [schema.get("const")]))
     return schema.get("type") == "string" or set(schema) <= NOTES

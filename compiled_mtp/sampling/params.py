@@ -1,7 +1,7 @@
-"""Checks of what a request may ask of sampling, and what follows from it. Pure functions, no torch.
+"""Checks of sampling parameters, and values derived from them. Pure functions, no torch.
 
-Each takes a raw value and returns it in one form, or raises ValueError("<name> must <rule>, got <value>;
-<remedy>"). Which ids exist is checked by `check_ids`, where the checkpoint is known.
+Each check takes a raw value and returns its normal form, or raises ValueError("<name> must <rule>, got
+<value>; <remedy>"). `check_ids` checks that ids exist, where the checkpoint is known.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ REFUSED: dict[str, str] = {
     "max_thinking_tokens": _NO_BUDGET,
     "truncate_prompt_tokens": "cut the prompt yourself, where its structure is known",
 }
-"""Names that others know, each with what to do instead."""
+"""Parameters of other engines that this one refuses, each with its remedy."""
 
 
 def check_names(fields: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ValueError for the first field that is refused by name, or unknown; its value does not matter."""
+    """Raise ValueError for the first field whose name is in REFUSED or unknown, whatever its value is."""
     for name in fields:
         if name in REFUSED:
             raise ValueError(f"{name} must be left out, got {_short(fields[name])}; {REFUSED[name]}")
@@ -47,12 +47,12 @@ def check_names(fields: Mapping[str, Any], known: Sequence[str]) -> None:
 
 
 def penalty(name: str, value: Any) -> float:
-    """presence_penalty or frequency_penalty: OpenAI's range."""
+    """Check presence_penalty or frequency_penalty: OpenAI's range, -2 to 2."""
     return _number(name, value, -2, 2, "0 turns it off")
 
 
 def repetition_penalty(value: Any) -> float:
-    """Above 0, at most 2 (transformers' and vLLM's meaning)."""
+    """Check repetition_penalty: above 0, at most 2 (transformers' and vLLM's meaning)."""
     number = _number("repetition_penalty", value, 0, 2, "1 turns it off")
     if number == 0:
         _refuse("repetition_penalty", "be above 0", value, "1 turns it off")
@@ -60,7 +60,7 @@ def repetition_penalty(value: Any) -> float:
 
 
 def logit_bias(value: Any) -> dict[int, float]:
-    """Id -> what is added to its logit, -100 to 100; ids may be numbers or strings of digits."""
+    """Return id -> number added to its logit, -100 to 100; ids may be numbers or strings of digits."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -78,12 +78,12 @@ def logit_bias(value: Any) -> dict[int, float]:
 
 
 def min_tokens(value: Any, max_tokens: int) -> int:
-    """Tokens before which eos, stop ids and stop strings do not end the output."""
+    """Check min_tokens: before so many tokens eos ids, stop ids and stop strings do not end the output."""
     return _integer("min_tokens", value, 0, max_tokens, "raise max_tokens or lower it")
 
 
 def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
-    """The only ids that may be drawn, ascending; None for all."""
+    """Return the only ids that may be drawn, ascending; None for all."""
     if value is None:
         return None
     ids = _ids("allowed_token_ids", value)
@@ -93,7 +93,7 @@ def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def stop_token_ids(value: Any) -> tuple[int, ...]:
-    """Ids that end the output, in the order given, each once."""
+    """Return the ids that end the output, each once, in the caller's order."""
     ids = tuple(dict.fromkeys(_ids("stop_token_ids", () if value is None else value)))
     if len(ids) > MAX_STOP_IDS:
         _refuse("stop_token_ids", f"hold at most {MAX_STOP_IDS} ids", len(ids), "use stop strings")
@@ -101,7 +101,7 @@ def stop_token_ids(value: Any) -> tuple[int, ...]:
 
 
 def bad_words(value: Any) -> tuple[str, ...]:
-    """Texts whose own token sequences are banned, each once; see `bad_word_ids`."""
+    """Return the texts whose token sequences are banned, each once; see `bad_word_ids`."""
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -113,11 +113,10 @@ def bad_words(value: Any) -> tuple[str, ...]:
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
-    """The id sequences that bad_words forbid: each word as it begins a text and as it follows a space.
+    """Return the id sequences that bad_words forbid: each word encoded alone and after a space.
 
-    The same letters inside other tokens are not banned: " TypeError" may be one token.
-
-    Raises ValueError for more than 64 sequences, or one longer than 16.
+    Does not ban the same letters inside other tokens: " TypeError" may be one token. Raises ValueError for
+    more than 64 sequences and for a sequence of more than 16 tokens.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -133,7 +132,7 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tu
 
 
 def num_choices(value: Any, temperature: float) -> int:
-    """n: the choices of one request, 1 to 16."""
+    """Check n: the choices of one request, 1 to 16."""
     number = _integer("n", value, 1, MAX_CHOICES, "send more requests")
     if number > 1 and temperature < 1e-5:
         _refuse("n", "be 1 at temperature 0", value, "all choices would be equal; raise temperature")
@@ -141,9 +140,9 @@ def num_choices(value: Any, temperature: float) -> int:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`: that of n = 1 for choice 0, else the 64 signed bits of splitmix64.
+    """Return the seed of choice `index`: `seed` itself for choice 0, else 64 signed bits.
 
-    seed + index * 0x9E3779B97F4A7C15 goes through splitmix64's finalizer (Steele, Lea, Flood, OOPSLA 2014).
+    They are splitmix64's finalizer of seed + index * 0x9E3779B97F4A7C15 (Steele, Lea, Flood, OOPSLA 2014).
     """
     if index == 0:
         return seed
@@ -156,14 +155,14 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def logprobs(name: str, value: Any) -> int | None:
-    """logprobs, prompt_logprobs: how many of the likeliest ids are listed, 0 to 20; None is off."""
+    """Check logprobs or prompt_logprobs: how many of the likeliest ids to list, 0 to 20; None is off."""
     if value is None:
         return None
     return _integer(name, value, 0, MAX_LOGPROBS, "0 lists the token alone")
 
 
 def logprobs_mode(value: Any) -> LogprobsMode:
-    """raw: of the model's logits; processed: after masks, temperature and filters."""
+    """Check logprobs_mode: raw, of the model's logits, or processed, after masks, temperature and filters."""
     if value not in ("raw", "processed"):
         _refuse("logprobs_mode", "be raw or processed", value, "raw is the model's own distribution")
     mode: LogprobsMode = value
@@ -171,7 +170,7 @@ def logprobs_mode(value: Any) -> LogprobsMode:
 
 
 def only_one_grammar(fields: Mapping[str, Any]) -> str | None:
-    """Return the one field that asks for a grammar, None for none. Raises ValueError for two."""
+    """Return the name of the field that asks for a grammar, or None. Raises ValueError for two fields."""
     response_format = fields.get("response_format")
     is_text = isinstance(response_format, Mapping) and response_format.get("type") == "text"
     asked = {
@@ -184,13 +183,13 @@ def only_one_grammar(fields: Mapping[str, Any]) -> str | None:
     names = [name for name, is_asked in asked.items() if is_asked]
     if len(names) > 1:
         raise ValueError(
-            f"{names[1]} must be left out beside {names[0]}, got both; one grammar makes an output"
+            f"{names[1]} must be left out with {names[0]}, got both; an output can have only one grammar"
         )
     return names[0] if names else None
 
 
 def check_ids(name: str, ids: Sequence[int], num_ids: int) -> None:
-    """Raise ValueError for an id that no token of the checkpoint has."""
+    """Raise ValueError for an id that the checkpoint does not have."""
     for token_id in ids:
         if token_id >= num_ids:
             _refuse(name, f"be ids below {num_ids}", token_id, "the tokenizer has no such token")
@@ -226,7 +225,7 @@ def _refuse(name: str, rule: str, value: Any, remedy: str) -> NoReturn:
 
 
 def _short(value: Any) -> str:
-    # Of a bounded size, and printable wherever it ends up.
+    # Bounded, and printable in every log and response.
     if isinstance(value, int) and value.bit_length() > 256:
         return "a very large integer"
     text = ascii(value if not isinstance(value, (str, bytes)) else value[:80])

@@ -1,10 +1,10 @@
-"""How large a regex is with its repeats written out, and the bound on it. No torch.
+"""The size of a regex with its repeats written out, and the bound on it. No torch.
 
-A mask costs what the lexer's state costs, and a state holds a term for each place of the regex at which the
-text so far may stand. One count adds few: behind n characters of `.{0,9000}` there is one such place. Counts
-inside a repeat, or behind another count, may stand at all of their places at once, so those are bounded. The
-measure is a function of the regex alone: a bound on the work or the time of a mask would let drafts and other
-requests decide which requests end in an error.
+The time of a mask grows with the lexer's state, which holds a term for each position of the regex that the
+text so far may have reached. One count adds few terms: n characters of `.{0,9000}` reach one position. A
+count inside a repeat or after another count may reach all of its positions at once, so the size of such
+counts is bounded. The size depends on the regex alone: with a bound on the work or time of a mask, drafts and
+other requests would decide which requests end in an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SPACE = re.compile(r"(?<!\\)(?:\s|#[^\n]*)")
 
 
 class _Part(NamedTuple):
-    """size: characters with every count written out; length: of each match, None where they differ; counted:
-    size of what is repeated a bounded number of times; single: of `counted`, what one count adds at most."""
+    """size: characters with every count written out; length: of each match, None if matches differ in length;
+    counted: size of what bounded counts repeat; single: the most that one count adds to `counted`."""
 
     size: int = 0
     length: int | None = 0
@@ -34,23 +34,23 @@ class _Part(NamedTuple):
 
 
 def repeated_size(regex: str) -> int:
-    """Return the size of the repeats of `regex` written out, without its largest count of one length."""
+    """Return the characters of `regex`'s repeats written out, less its largest count of one match length."""
     texts = [regex, _SPACE.sub("", regex)] if _IGNORES_SPACE.search(regex) else [regex]
     return max(part.counted - part.single for part in map(_measure, texts))
 
 
-def check_repeats(place: str, regex: str) -> None:
-    """Raise ValueError for a regex whose nested repeats make its masks slow for all requests of a round."""
+def check_repeats(field: str, regex: str) -> None:
+    """Raise ValueError for a regex whose nested or adjoining repeats would slow the masks of whole rounds."""
     if (size := repeated_size(regex)) > MAX_REPEATED:
         raise ValueError(
-            f"{place} must have nested and adjoining repeats of at most {MAX_REPEATED} characters written "
+            f"{field} must have nested and adjoining repeats of at most {MAX_REPEATED} characters written "
             f"out, got {min(size, 10**12)}; write inner counts as * or +, or lower them"
         )
 
 
 def _measure(regex: str) -> _Part:
-    """One pass with a stack: what is too deep for the compiler is too deep for recursion too."""
-    # Of every open group: its alternatives so far, the parts of the current one.
+    """Measure a regex in one pass with a stack: recursion would fail where the compiler refuses the depth."""
+    # For every open group: its alternatives so far, and the parts of the current alternative.
     groups: list[tuple[list[_Part], list[_Part]]] = [([], [])]
     tokens = iter(_TOKEN.findall(regex))
     for token in tokens:
@@ -78,7 +78,7 @@ def _measure(regex: str) -> _Part:
 
 
 def _skip_class(tokens: Iterator[str]) -> None:
-    """To the end of a class; a bracket that it begins with is one of its characters."""
+    """Skip to the end of a class; a bracket at its beginning is one of its characters."""
     depth, is_first = 1, True
     for token in tokens:
         if token == "]" and not is_first:
@@ -101,7 +101,7 @@ def _joined(parts: list[_Part]) -> _Part:
 def _either(alternatives: list[_Part]) -> _Part:
     lengths = {part.length for part in alternatives}
     counted = sum(part.counted for part in alternatives)
-    # Words that begin alike share their places.
+    # Alternatives that begin alike share their positions.
     add = sum if counted else max
     return _Part(
         add(part.size for part in alternatives),

@@ -1,4 +1,4 @@
-"""SamplingParams: what a caller may ask of one request, checked where it is given. No torch."""
+"""SamplingParams: the parameters of one request, checked when they are created. No torch."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _GENERATION_FIELDS = (
 _ELSE = "default: the checkpoint's, else"
 _FLAGS = ("ignore_eos", "include_stop", "include_drafts", "parallel_tool_calls")
 
-# Each request with stop strings keeps a tree of their characters.
+# Bounds: each request with stop strings keeps a tree of their characters.
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 256
 MOST_SALT = 256
 
 
 class SamplingParams(BaseModel):
-    """How the tokens of one request are chosen, what they must be and when they end.
+    """How one request's tokens are sampled, what grammar they follow and when they end.
 
-    Names and ranges are OpenAI's where OpenAI has them, else vLLM's. What is not set comes from the
-    checkpoint's generation_config.json, if it says it, else it is the default here. temperature 0 is greedy;
-    top_k 0 or -1 is off; a stop string is cut from the text unless include_stop, and the name of a special
-    token means its id; eos ids end a request unless ignore_eos, `stop_token_ids` always do. At most one field
-    asks for a grammar. cache_salt changes no token. docs/sampling.md has the order in which all of it is
-    applied. Raises ValueError, one line, for an unknown name, a name that is refused, a value out of range.
+    Names and ranges are OpenAI's where OpenAI has them, else vLLM's. A field that is not set takes the value
+    of the checkpoint's generation_config.json, else the default here. temperature 0 is greedy; top_k 0 or -1
+    is off. A stop string is cut from the text unless include_stop is set; the name of a special token means
+    its id. eos ids end a request unless ignore_eos is set; `stop_token_ids` always do. At most one field may
+    ask for a grammar. cache_salt changes no token. docs/sampling.md has the order in which the parameters
+    apply. Raises ValueError, one line, for an unknown or refused name and for a value out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -53,13 +53,14 @@ class SamplingParams(BaseModel):
         default=0.0, description=f"drop tokens below this fraction of the likeliest one; {_ELSE} 0"
     )
     presence_penalty: float = Field(
-        default=0.0, description=f"-2 to 2, taken from the logits of tokens in the output; {_ELSE} 0"
+        default=0.0, description=f"-2 to 2, subtracted from the logits of tokens in the output; {_ELSE} 0"
     )
     frequency_penalty: float = Field(
-        default=0.0, description=f"-2 to 2, taken for each time that a token is in the output; {_ELSE} 0"
+        default=0.0, description=f"-2 to 2, subtracted once per occurrence in the output; {_ELSE} 0"
     )
     repetition_penalty: float = Field(
-        default=1.0, description=f"above 0 to 2, divides the logits of tokens seen, prompt too; {_ELSE} 1"
+        default=1.0,
+        description=f"above 0 to 2, lowers the logits of tokens in the prompt and the output; {_ELSE} 1",
     )
     logit_bias: dict[int, float] | None = Field(
         default=None, description='added to the logits of these ids, -100 to 100: {"50": -100}'
@@ -72,8 +73,8 @@ class SamplingParams(BaseModel):
     )
     bad_words: tuple[str, ...] = Field(
         default=(),
-        description="banned as the ids that the tokenizer writes for each alone and behind a space, at most "
-        "64 sequences; inside other tokens (Error in TypeError) the letters are not banned",
+        description="bans the ids of each word, encoded alone and after a space, at most 64 sequences; the "
+        "same letters inside other tokens (Error in TypeError) are not banned",
     )
     stop: tuple[str, ...] = Field(
         default=(), description="strings that end the text, at most 64 of at most 256 characters each"
@@ -81,23 +82,24 @@ class SamplingParams(BaseModel):
     stop_token_ids: tuple[int, ...] = Field(
         default=(), description="token ids that end the request, at most 64"
     )
-    ignore_eos: bool = Field(default=False, description="go on after an eos token")
-    include_stop: bool = Field(default=False, description="leave the stop in the text")
+    ignore_eos: bool = Field(default=False, description="continue after an eos token")
+    include_stop: bool = Field(default=False, description="keep the stop string in the text")
     seed: int | None = Field(
         default=None,
-        description="of the noise, taken as it is; none: derived from the engine's seed and the order of "
+        description="seed of the sampling noise; default: derived from the engine's seed and the order of "
         "arrival, else drawn from the operating system",
     )
     n: int = Field(default=1, description="choices, 1 to 16; more than one need a temperature above 0")
     logprobs: int | None = Field(
-        default=None, description="log probabilities of the tokens, and of so many of the likeliest, 0 to 20"
+        default=None,
+        description="log probabilities of the output's tokens and of this many likeliest ids, 0 to 20",
     )
     logprobs_mode: Literal["raw", "processed"] = Field(
         default="raw", description="raw: of the model; processed: after masks, temperature and filters"
     )
     prompt_logprobs: int | None = Field(
         default=None,
-        description="raw log probabilities of the prompt's tokens, and of so many of the likeliest, 0 to 20",
+        description="raw log probabilities of the prompt's tokens and of this many likeliest ids, 0 to 20",
     )
     response_format: dict[str, Any] | None = Field(
         default=None, description="OpenAI's: text, json_object or json_schema"
@@ -105,19 +107,20 @@ class SamplingParams(BaseModel):
     guided_regex: str | None = Field(default=None, description="a regex that the whole output matches")
     guided_choice: tuple[str, ...] | None = Field(default=None, description="the output is one of these")
     guided_grammar: str | None = Field(default=None, description="a Lark grammar of the output")
-    include_drafts: bool = Field(default=False, description="outputs list the drafts of their rounds")
+    include_drafts: bool = Field(default=False, description="list the drafts of each round in the outputs")
     cache_salt: str | None = Field(
         default=None,
-        description="prompts share cached prefixes with those of the same salt alone, at most 256 characters",
+        description="the prompt shares cached prefixes only with prompts of the same salt, at most 256 "
+        "characters",
     )
     tools: list[dict[str, Any]] | None = Field(
-        default=None, description="OpenAI's: what the chat template shows, and what tool_choice is from"
+        default=None, description="OpenAI's: the chat template shows them, and tool_choice names one"
     )
     tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="none, auto, required, or a function of tools that is to be called"
+        default=None, description="none, auto, required, or the function of tools that the model must call"
     )
     parallel_tool_calls: bool = Field(
-        default=True, description="whether tool_choice required may give several calls"
+        default=True, description="whether tool_choice required allows several calls"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description='variables of the chat template: {"enable_thinking": false}'
@@ -135,7 +138,7 @@ class SamplingParams(BaseModel):
     @classmethod
     def _check_names(cls, fields: Any) -> Any:
         params.check_names(fields, list(cls.model_fields))
-        # To Python True is the number 1; whoever writes it for one of these has mistaken the field.
+        # Python takes True for the number 1; a caller who passes it here has mistaken the field.
         for name, value in fields.items():
             several = value if isinstance(value, (list, tuple)) else (value,)
             if name not in _FLAGS and any(isinstance(one, bool) for one in several):
@@ -178,9 +181,9 @@ class SamplingParams(BaseModel):
         return self
 
     def with_defaults(self, generation_defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return these parameters with the fields the caller did not set taken from a generation_config.
+        """Return a copy in which fields that the caller did not set take a generation_config's values.
 
-        Other keys than those of sampling are left alone. Raises ValueError for a default out of range.
+        Ignores keys that are not about sampling. Raises ValueError for a default out of range.
         """
         defaults = {
             name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
@@ -193,7 +196,7 @@ class SamplingParams(BaseModel):
 
 
 def _rules(one: SamplingParams) -> tuple[tuple[str, bool, str, str], ...]:
-    """Name, whether its rule is met, the rule, and what to do otherwise."""
+    """Return (name, whether the rule is met, rule, remedy) for each rule."""
     most = MOST_STOP_CHARACTERS
     return (
         ("max_tokens", one.max_tokens >= 1, "be at least 1", "ask for one token or more"),
@@ -227,7 +230,7 @@ def _rules(one: SamplingParams) -> tuple[tuple[str, bool, str, str], ...]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether `text` can be encoded: JSON may hold halves of surrogate pairs."""
+    """Return whether `text` can be encoded as UTF-8: text from JSON may have halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Keywords of a JSON schema have values of the types that JSON Schema gives them. No torch."""
+"""Checks that a JSON schema's keywords have values of the types that JSON Schema asks for. No torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from compiled_mtp.errors import quote
 from compiled_mtp.sampling.grammar_source import Schema, children
 
 
-def check_types(place: str, schema: Schema) -> None:
-    """Raise ValueError, naming the place, for a keyword that a tool call's rules read, in `schema` or inside
-    it, whose value has another type. What others say is checked where a schema is compiled.
+def check_types(field: str, schema: Schema) -> None:
+    """Raise ValueError, with the field's name, for a keyword whose value has a wrong type.
+
+    Checks only keywords that the grammar of tool calls reads, in `schema` and in the schemas inside it; the
+    compiler checks the others.
     """
     for keyword, (is_met, rule) in _RULES.items():
         if keyword in schema and not is_met(schema[keyword]):
             raise ValueError(
-                f"{place}.{keyword} must {rule}, got {quote(schema[keyword])}; write it as JSON Schema does"
+                f"{field}.{keyword} must {rule}, got {quote(schema[keyword])}; write it as JSON Schema does"
             )
-    for below, child in children(schema):
-        check_types(place + below, child)
+    for inner, child in children(schema):
+        check_types(field + inner, child)
 
 
 def well_typed(schema: Schema) -> Schema:
-    """Return a schema without its own keywords whose value has another type than `check_types` asks."""
+    """Return a schema without those of its own keywords that `check_types` would refuse."""
     return {key: one for key, one in schema.items() if key not in _RULES or _RULES[key][0](one)}
 
 
 def with_null_types(schema: Schema) -> Schema:
-    """Return a schema in which OpenAPI's `nullable` is a type null beside others."""
+    """Return a schema in which null is one of the types where OpenAPI's `nullable` is true."""
     wider: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Whether a JSON value fits a schema, as far as a parameter's reading needs it. Pure Python.
+"""Whether a schema admits a JSON value, as far as reading a parameter needs it. Pure Python.
 
-`pattern` and `format` are not asked: Python's regexes backtrack, and a caller's may take for ever.
+Ignores `pattern` and `format`: Python's regexes backtrack, and a caller's regex may never end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from compiled_mtp.sampling.grammar_source import Schema
 from compiled_mtp.sampling.schema_types import well_typed
 
-# A schema that refers to itself may ask for any number.
+# A schema that refers to itself may need any number of steps.
 _MAX_STEPS = 10_000
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -26,9 +26,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def admits(schema: Schema, value: Any) -> bool:
-    """Return whether `schema`, which holds the definitions that it refers to, admits a JSON value.
+    """Return whether `schema`, which includes the definitions that it refers to, admits a JSON value.
 
-    Keywords of a wrong type and unknown ones say nothing; a value that takes too many steps is not admitted.
+    Ignores unknown keywords and keywords of a wrong type; refuses a value that takes too many steps.
     """
     roots = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema.get(key), Mapping)}
     try:
@@ -38,7 +38,7 @@ def admits(schema: Schema, value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same in JSON, where true is not 1."""
+    """Return whether two values are equal in JSON, where true is not 1."""
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -108,7 +108,7 @@ def _fits_number(schema: Schema, value: int | float) -> bool:
 
 
 def _is_multiple(value: int | float, step: int | float) -> bool:
-    # As written: in floating point 0.3 is no multiple of 0.1.
+    # Compare the decimal texts: in floating point 0.3 is not a multiple of 0.1.
     return isfinite(value) and (Fraction(str(value)) / Fraction(str(step))).denominator == 1
 
 
@@ -128,9 +128,9 @@ def _is_of(kind: str, value: Any) -> bool:
     return is_right and (kind == "boolean" or not isinstance(value, bool))
 
 
-def _referred(place: Any, roots: Schema) -> Any:
-    """What a reference stands for; nothing is said by one that leads nowhere."""
-    parts = place.split("/") if isinstance(place, str) else []
+def _referred(reference: Any, roots: Schema) -> Any:
+    """Return the schema that a reference names, True (any value) if it names none."""
+    parts = reference.split("/") if isinstance(reference, str) else []
     if len(parts) == 3 and parts[0] == "#" and parts[1] in roots:
         return roots[parts[1]].get(parts[2], True)
     return True

@@ -1,4 +1,4 @@
-"""Finds stop strings in a stream of text, each character looked at once."""
+"""Finds stop strings in a stream of text, reading each character once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the stop string that is complete first in a stream of text.
+    """Finds the first stop string that a stream of text completes.
 
-    "First" counts characters, so the answer does not depend on how the text was cut into tokens or windows;
-    of several that end at one character the longest counts. Source: Aho and Corasick, "Efficient string
-    matching", 1975: a tree of all beginnings of stops, in which `_fallback` names the longest proper tail of
-    a beginning that is a beginning too.
+    "First" counts characters, so the result does not depend on how tokens or windows cut the text. Of several
+    stop strings that end at one character the longest counts. Source: Aho and Corasick, "Efficient string
+    matching", 1975: a tree of all prefixes of stop strings, in which `_fallback` is the node of the longest
+    proper suffix of a prefix that is a prefix too.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
@@ -33,8 +33,8 @@ class StopStrings:
     def add(self, text: str, *, can_end: bool = True) -> tuple[str, bool]:
         """Take more text; return the text that is safe to show, and whether a stop string was found.
 
-        Held back is the longest tail that may be the beginning of a stop string. Without can_end a stop that
-        this text completes is passed over; one that begins in it may still be found later.
+        Holds back the longest suffix that may begin a stop string. Without can_end it ignores a stop string
+        that this text completes; a stop string that begins in the text may still be found later.
         """
         if not self.stops:
             return text, False
@@ -51,12 +51,12 @@ class StopStrings:
         return whole[:shown], False
 
     def flush(self) -> str:
-        """Return the text held back, once no stop string can follow."""
+        """Return the text held back, at the end of the stream."""
         held, self._held, self._node = self._held, "", 0
         return held
 
     def _advance(self, node: int, char: str) -> int:
-        """The node of the longest tail, `char` included, that is a beginning of a stop."""
+        """Return the node of the longest suffix, including `char`, that is a prefix of a stop string."""
         while node and char not in self._children[node]:
             node = self._fallback[node]
         return self._children[node].get(char, 0)
@@ -75,7 +75,7 @@ class StopStrings:
         self._stop_length[node] = len(stop)
 
     def _link(self) -> None:
-        """Fill in the fallbacks, the shortest beginnings first: each follows from its parent's."""
+        """Fill in the fallbacks, shortest prefixes first: each follows from its parent's."""
         queue = deque(self._children[0].values())
         while queue:
             node = queue.popleft()

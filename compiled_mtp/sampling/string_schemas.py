@@ -1,6 +1,6 @@
-"""Regexes that a whole text matches, for what a JSON schema says of a string: pattern, format, length.
+"""Regexes of whole texts for a JSON schema's keywords of strings: pattern, format, length. No torch.
 
-llguidance has them for strings inside JSON alone. No torch.
+llguidance supports these keywords only for strings inside JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
 _HEX = "[0-9a-fA-F]"
 _GROUP = f"{_HEX}{{1,4}}"
-# Up to 7 groups around "::", which stands for one at least.
+# Up to 7 groups around "::", which stands for at least one group.
 _IPV6 = "|".join(
     [f"(?:{_GROUP}:){{7}}{_GROUP}", f"::(?:(?:{_GROUP}:){{0,6}}{_GROUP})?"]
     + [
@@ -59,19 +59,19 @@ FORMATS = {
     "uri": rf"[a-zA-Z][a-zA-Z0-9+\-.]*:(?:{_AUTHORITY}|{_PATH})(?:\?{_QUERY})?(?:#{_QUERY})?",
     "unknown": _ANY,
 }
-"""What llguidance knows inside JSON."""
+"""Regexes of the formats that llguidance supports inside JSON."""
 
 
-def string_regexes(place: str, schema: Schema) -> list[str]:
-    """Return regexes that a string must match whole, all of them; none for any text.
+def string_regexes(field: str, schema: Schema) -> list[str]:
+    """Return the regexes that a whole string must match, all of them; [] if any text will do.
 
-    Raises ValueError for a format that has none.
+    Raises ValueError for a format that is not in FORMATS.
     """
     regexes = []
     if "pattern" in schema:
         regexes.append(whole_regex(str(schema["pattern"])))
     if "format" in schema:
-        regexes.append(_format_regex(place, schema["format"]))
+        regexes.append(_format_regex(field, schema["format"]))
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if least or most != "":
         regexes.append(f"(?s:.){{{least},{most}}}")
@@ -81,7 +81,7 @@ def string_regexes(place: str, schema: Schema) -> list[str]:
 def whole_regex(pattern: str) -> str:
     """Return a regex of the whole texts in which JSON Schema's `pattern` matches somewhere.
 
-    `^` and `$` at the ends of an alternative hold for that one alone.
+    `^` and `$` at the ends of an alternative apply to that alternative alone.
     """
     return "|".join(map(_whole_branch, _split(pattern, "|")))
 
@@ -97,9 +97,11 @@ def _whole_branch(branch: str) -> str:
     return f"{before}(?:{inner[:-1] if is_end else inner}){'' if is_end else _ANY}"
 
 
-def _split(pattern: str, mark: str) -> Iterator[str]:
-    """The parts between the marks that stand in no class, in no group and behind no backslash; the end of a
-    group stands in none."""
+def _split(pattern: str, separator: str) -> Iterator[str]:
+    """Yield the parts of `pattern` between separators outside of classes and groups and without a backslash.
+
+    The closing bracket of an outermost group counts as outside of it.
+    """
     begin, depth, class_at, is_escaped = 0, 0, -1, False
     for at, character in enumerate(pattern):
         if is_escaped:
@@ -107,23 +109,23 @@ def _split(pattern: str, mark: str) -> Iterator[str]:
             continue
         is_escaped = character == "\\"
         if class_at >= 0:
-            # A bracket that a class begins with is one of its characters.
+            # A bracket at the beginning of a class is one of its characters.
             if character == "]" and pattern[class_at + 1 : at] not in ("", "^"):
                 class_at = -1
         elif character == "[":
             class_at = at
         else:
             depth += (character == "(") - (character == ")")
-            if character == mark and depth == 0:
+            if character == separator and depth == 0:
                 yield pattern[begin:at]
                 begin = at + 1
     yield pattern[begin:]
 
 
-def _format_regex(place: str, name: Any) -> str:
+def _format_regex(field: str, name: Any) -> str:
     if name not in FORMATS:
         raise ValueError(
-            f"{place}.format must be one of {', '.join(FORMATS)}, got {quote(name)}; "
+            f"{field}.format must be one of {', '.join(FORMATS)}, got {quote(name)}; "
             "leave it out or write it as a pattern"
         )
     return FORMATS[name]

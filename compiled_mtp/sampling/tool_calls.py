@@ -1,9 +1,9 @@
-"""The grammar of tool calls in the form that a checkpoint family writes them. No torch.
+"""The grammar of tool calls in the form that a model family writes them. No torch.
 
 json, Qwen3-Next:  <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>
 xml, Qwen3.5:      <tool_call>\\n<function=f>\\n<parameter=x>\\nVALUE\\n</parameter>\\n</function>\\n
                    </tool_call>
-In the second a string is VALUE as it is, and cannot hold "</parameter>"; everything else is JSON.
+In the xml form a string is VALUE itself and cannot contain "</parameter>"; every other value is JSON.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ CALL_FORMS: dict[str, CallForm] = {
     "qwen3_5": "xml",
     "qwen3_5_moe": "xml",
 }
-"""How a model family writes its calls."""
+"""The form of each model family's calls."""
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# A parameter's name stands inside <parameter=...>.
+# A parameter's name is written inside <parameter=...>.
 _PARAMETER = re.compile(r"[^<>\s]{1,128}")
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _VALUE_END = json.dumps("\n</parameter>")
-# Text of any length in pieces that begin at each "<". One lazy piece up to the end would do, but its masks
-# take ten times as long at the beginning of each line (7 ms for 248,320 ids).
-_PIECES = r"""
-PIECE: /[^<]+/ | (/<[^<]*/ & ~/<\/parameter(>(?s:.*))?/)
-LAST: PIECE & /(?s:.*)\n/
+# Text of any length in segments that begin at each "<". One lazy segment up to the end would do, but its
+# masks take ten times as long at the beginning of each line (7 ms for 248,320 ids).
+_RAW_TEXT_RULES = r"""
+SEGMENT: /[^<]+/ | (/<[^<]*/ & ~/<\/parameter(>(?s:.*))?/)
+LAST: SEGMENT & /(?s:.*)\n/
 """
-# Keywords that text written as it is can obey.
+# Keywords that the grammar of raw text supports.
 _OF_STRINGS = {"type", "enum", "const", "pattern", "format", "minLength", "maxLength"}
-# Keywords that say nothing about a string.
+# Keywords that do not restrict a string.
 _OF_OTHERS = {
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
@@ -67,11 +67,11 @@ def from_tools(
 ) -> GrammarSource | None:
     """Return the grammar that `tool_choice` (none, auto, required, or a function by name) asks for.
 
-    None for auto and none: nothing is forced. required: one call or more, exactly one without
-    parallel_tool_calls; named: exactly one; nothing stands before, between or after them but line ends. The
-    order of arguments is the schema's, and arguments that a
-    tool does not declare are not made. added_tokens: texts of the tokenizer's added tokens; a marker among
-    them is that token. Raises ValueError, naming the place.
+    None for auto and none, which force nothing. required: one call or more, exactly one without
+    parallel_tool_calls; a function by name: exactly one call. Only line ends may separate calls. Arguments
+    come in the schema's order, and only arguments that the tool declares. added_tokens: texts of the
+    tokenizer's added tokens; <tool_call> and </tool_call> are single tokens if they are among them. Raises
+    ValueError with the field's name.
     """
     if tool_choice in (None, "none", "auto"):
         return None
@@ -88,40 +88,40 @@ def from_tools(
     schemas: list[tuple[str, Schema]] = []
     rules: Callable[[str, str, str, Schema], list[str]] = _json_call if form == "json" else _xml_call
     for index, name in enumerate(names):
-        place, schema = declared[name]
-        lines += rules(f"tool_{index}", name, place, schema)
-        schemas.append((place, schema))
-    text = "\n".join(lines) + ("\n" if form == "json" else _PIECES)
+        field, schema = declared[name]
+        lines += rules(f"tool_{index}", name, field, schema)
+        schemas.append((field, schema))
+    text = "\n".join(lines) + ("\n" if form == "json" else _RAW_TEXT_RULES)
     check_size("tools", text)
     return GrammarSource("tools", text, tuple(schemas))
 
 
 def _declared(tools: Any) -> dict[str, tuple[str, Schema]]:
-    """Name -> (place, schema of the arguments) of every tool."""
+    """Return name -> (field, schema of the arguments) of every tool."""
     if not isinstance(tools, Sequence) or isinstance(tools, str) or not 1 <= len(tools) <= MAX_TOOLS:
         raise ValueError(
             f"tools must be a list of 1 to {MAX_TOOLS} tools where tool_choice asks for a call; add one"
         )
     found: dict[str, tuple[str, Schema]] = {}
     for index, tool in enumerate(tools):
-        place = f"tools[{index}].function"
+        field = f"tools[{index}].function"
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
-                f"{place}.name must be 1 to 64 letters, digits, - or _, got {name!r:.80}; rename it"
+                f"{field}.name must be 1 to 64 letters, digits, - or _, got {name!r:.80}; rename it"
             )
         if name in found:
-            raise ValueError(f"{place}.name must be unique, got {name!r} twice; rename one")
+            raise ValueError(f"{field}.name must be unique, got {name!r} twice; rename one")
         assert isinstance(function, Mapping)
-        place = f"{place}.parameters"
-        schema = check_schema(place, function.get("parameters") or {"additionalProperties": False})
-        check_types(place, schema)
+        field = f"{field}.parameters"
+        schema = check_schema(field, function.get("parameters") or {"additionalProperties": False})
+        check_types(field, schema)
         schema = with_null_types(schema)
         if schema.get("type", "object") != "object":
-            raise ValueError(f"{place}.type must be object, got {schema['type']!r:.80}; arguments have names")
+            raise ValueError(f"{field}.type must be object, got {schema['type']!r:.80}; arguments have names")
         closed = {"additionalProperties": False} if schema.get("properties") else {}
-        found[name] = (place, {"type": "object", **closed, **schema})
+        found[name] = (field, {"type": "object", **closed, **schema})
     return found
 
 
@@ -136,58 +136,58 @@ def _chosen(tool_choice: Any, declared: Collection[str]) -> str:
     return name
 
 
-def _json_call(rule: str, name: str, place: str, schema: Schema) -> list[str]:
+def _json_call(rule: str, name: str, field: str, schema: Schema) -> list[str]:
     head = json.dumps(f'{{"name": "{name}", "arguments": ')
     return [f'{rule}: {head} {rule}_arguments "}}"', f"{rule}_arguments: {json_rule(schema)}"]
 
 
-def _xml_call(rule: str, name: str, place: str, schema: Schema) -> list[str]:
+def _xml_call(rule: str, name: str, field: str, schema: Schema) -> list[str]:
     required = schema.get("required", [])
     properties = schema.get("properties") or {}
     lines, parts = [], [json.dumps(f"<function={name}>\n")]
     for index, key in enumerate([*properties, *(key for key in required if key not in properties)]):
         if not isinstance(key, str) or not _PARAMETER.fullmatch(key):
             raise ValueError(
-                f"{place}.properties must have names without <, > and spaces, got {key!r:.80}; rename it"
+                f"{field}.properties must have names without <, > and spaces, got {key!r:.80}; rename it"
             )
         part = f"{rule}_{index}"
         parts.append(part if key in required else f"{part}?")
         head = json.dumps(f"<parameter={key}>\n")
         lines += [f'{part}: {head} {part}_value "\\n"']
         lines += _xml_value(
-            f"{part}_value", f"{place}.properties.{escape(key, 64)}", parameter_schema(schema, key)
+            f"{part}_value", f"{field}.properties.{escape(key, 64)}", parameter_schema(schema, key)
         )
     return [f'{rule}: {" ".join(parts)} "</function>"', *lines]
 
 
-def _xml_value(rule: str, place: str, schema: Schema) -> list[str]:
-    """The rules of a value with the "</parameter>" behind it."""
+def _xml_value(rule: str, field: str, schema: Schema) -> list[str]:
+    """Return the rules of a value and the "</parameter>" after it."""
     several = alternatives(schema)
     names = [f"{rule}_{index}" for index in range(len(several))]
     lines = [f"{rule}: {' | '.join(names)}"]
     for name, one in zip(names, several, strict=True):
         if is_raw(one):
-            lines.append(_raw_value(name, place, one))
+            lines.append(_raw_value(name, field, one))
         else:
             lines += [f"{name}: {name}_json {_VALUE_END}", f"{name}_json: {json_rule(one)}"]
     return lines
 
 
-def _raw_value(rule: str, place: str, schema: Schema) -> str:
+def _raw_value(rule: str, field: str, schema: Schema) -> str:
     if unknown := set(schema) - NOTES - _OF_STRINGS - _OF_OTHERS:
         names = escape(", ".join(sorted(unknown)), 80)
         raise ValueError(
-            f"{place} must not use {names} where tool_choice asks for a call; "
+            f"{field} must not use {names} where tool_choice asks for a call; "
             "write it as a pattern or leave it out"
         )
     if is_listed(schema):
         texts = [one if isinstance(one, str) else json.dumps(one) for one in listed(schema)]
         if not texts:
             raise ValueError(
-                f"{place} must list a value that its type and lengths admit; correct one of them"
+                f"{field} must list a value that its type and lengths admit; correct one of them"
             )
         return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {_VALUE_END}"
-    regexes = string_regexes(place, schema)
+    regexes = string_regexes(field, schema)
     if not regexes:
-        return f'{rule}: PIECE* LAST "</parameter>"'
+        return f'{rule}: SEGMENT* LAST "</parameter>"'
     return f"{rule}[suffix={_VALUE_END}]: {' & '.join(map(regex_terminal, regexes))}"

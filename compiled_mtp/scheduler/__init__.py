@@ -1,4 +1,4 @@
-"""Who runs, how many tokens, which slots and blocks. Pure host arithmetic: no torch."""
+"""Decides which requests run, on how many tokens, slots and blocks. Pure host arithmetic: no torch."""
 
 from compiled_mtp.scheduler.scheduler import Scheduler
 

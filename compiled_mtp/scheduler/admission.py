@@ -5,7 +5,7 @@ from __future__ import annotations
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 
-# Tokens that every request must have room for when one is admitted; each gains about as many before the next
+# Tokens for which every request must have room when one is admitted; each gains about as many before the next
 # preemption.
 _TOKENS_AHEAD = 64
 

@@ -28,10 +28,11 @@ class Limits:
     Slots are 1 to max_batch and blocks 1 to num_blocks - 1; host records and host blocks count from 0.
     prefill_chunk: the most tokens of a prefill launch; busy_chunk: the same while rounds wait, 0 for
     prefill_chunk. prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
-    least_saved: the tokens that a snapshot near a prompt's end must save when the same prompt comes again.
-    max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no cache;
-    prefix_host_records, prefix_host_blocks: its host tier. Any thread may use it. Raises ValueError for a
-    number that is too small, and unless blocks divide prefix_step and prefix_step divides the chunks.
+    least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
+    again. max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no
+    cache; prefix_host_records, prefix_host_blocks: those of its host tier. Any thread may use it. Raises
+    ValueError for a number that is too small, and unless blocks divide prefix_step and prefix_step divides
+    the chunks.
     """
 
     max_batch: int

@@ -1,12 +1,13 @@
-"""What is launched next: pieces of prompts, one decode round or half of one, or copies alone.
+"""Plans the next launch: prompt chunks, one decode round or one phase of it, or copies alone.
 
-While prompts and rounds are both waiting they take turns, so prompts delay the others by one launch a round.
-Results may arrive `max_in_flight` launches late: a plan depends on what is certain and reserves for
-what is possible.
+While both prompts and rounds wait, their launches alternate, so prompts delay decoding by one launch per
+round. Results may arrive `max_in_flight` launches late: a plan depends only on what is certain, and reserves
+blocks for what is possible.
 
-Rounds are planned many times a second: a look at every request tells for how many rounds nothing can end and
-every block is reserved, and until then, or until a request comes or goes, a round is planned without another.
-While a request is replayed every round is looked at, since each of them brings drafts.
+Rounds are planned many times per second, so the planner examines the requests once for several rounds: it
+counts the rounds in which no request can end, and reserves their blocks. It examines them again after these
+rounds, or when a request comes or goes; while a request is replayed, at every round, because each of its
+rounds brings known tokens as drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
-from compiled_mtp.plan import BlockUpdate, Copy, Draft, Move, Place, PlanKind, PromptChunk, StepPlan
+from compiled_mtp.plan import BlockUpdate, Copy, Draft, Location, Move, PlanKind, PromptChunk, StepPlan
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.admission import Admission
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -28,14 +29,17 @@ from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 
 Depth = Callable[[int, int, bool], int]
-"""How many drafts the round that is planned now verifies and leaves, 0 to mtp_step, given its number of
-requests, the mean tokens of their contexts when they were last looked at, and whether it runs as two halves;
-asked once a round, and once before with no requests."""
+"""Returns how many drafts the next round verifies and leaves, 0 to mtp_step.
+
+Arguments: the number of requests, the mean tokens of their contexts when the planner last examined them, and
+whether the round has two phases. Called once per round, and once before the first with 0 requests."""
 
 
 class _Wants(NamedTuple):
-    """What some requests ask of a launch beside their tokens: halves, a grammar's masks, how many of the
-    likeliest ids (-1: no log probabilities), of some the processed ones, and the drafts that it leaves.
+    """What at least one request of a launch needs beside its tokens.
+
+    Two phases; masks of a grammar; the most likely ids listed with log probabilities (-1: none); log
+    probabilities of processed logits; the drafts that the launch leaves.
     """
 
     is_two_phase: bool = False
@@ -47,7 +51,7 @@ class _Wants(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenRound:
-    """A round that was planned as far as its logits; its accept is still to come."""
+    """A two-phase round whose verify is planned and whose accept is not."""
 
     plan: StepPlan
     members: list[ScheduledRequest]
@@ -55,8 +59,10 @@ class _OpenRound:
 
 
 class Planner:
-    """Makes the plans. Slots and blocks are the holdings'; which launches are unread, and whose turn it is,
-    is known here.
+    """Makes the plans.
+
+    `Resources` owns slots and blocks; the planner tracks the launches whose results are unread, and whether
+    prompts or rounds are next.
     """
 
     def __init__(self, resources: Resources, depth: Depth | None) -> None:
@@ -65,13 +71,13 @@ class Planner:
         self.max_prompt_chunks = self.limits.max_prompt_chunks
         self._depth = depth
         self._context_tokens = 0
-        # Of the drafts that the launches planned so far leave on the device.
+        # The number of drafts that the launches planned so far leave on the device.
         self._chain = self._choose_depth(0, is_two_phase=False)
         self._admission = Admission(resources)
         self._preemption = Preemption(resources)
         # By Request.key.
         self.waiting: dict[tuple[str, int], ScheduledRequest] = {}
-        # Since the planner was made: requests that were sent to the host, and that lost their place.
+        # Preemptions so far: offloads, and requests that lost slot and blocks to be recomputed.
         self.num_offloaded = 0
         self.num_recomputed = 0
         self._is_prefill_next = True
@@ -80,34 +86,34 @@ class Planner:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every launch and everybody who is not waiting."""
+        """Forget every launch, and every request that is not waiting."""
         self.prompts = Prompts(self.resources, self._copy_ids)
-        # Whoever waits, and whoever lies in host memory, or is on its way there, and is to come back.
+        # Waiting requests, and those that are offloaded or being copied to the host.
         self.waiting_queue = WaitingQueue()
         for scheduled in self.waiting.values():
-            scheduled.forget_place()
+            scheduled.reset_progress()
             self.waiting_queue.add(scheduled)
-        # Planned, and their results not yet taken; results come in the order of the launches.
+        # Plans whose results were not read yet; results come in the order of the launches.
         self._unread: deque[StepPlan] = deque()
         self._open_round: _OpenRound | None = None
-        # The slots of the last round, and the rounds that may follow without a look at each request.
+        # The slots of the last round, and how many rounds may follow before the requests are examined again.
         self.decoding_slots: tuple[int, ...] = ()
         self._decoding_generations: tuple[int, ...] = ()
         self._rounds_ahead = 0
-        # Whether the draft has read all that rounds of these slots have kept.
+        # Whether the draft model has read all deferred inputs of these slots.
         self._is_caught_up = False
-        # Of them those whose tokens are replayed.
+        # Those of the decoding requests that are replayed.
         self._replaying: list[ScheduledRequest] = []
-        # What the requests of the next rounds ask for.
+        # What the requests of the next rounds need.
         self._wants = _Wants()
-        # What the next plan carries.
+        # Copies and block-table entries for the next plan.
         self._copies: list[Copy] = []
         self._block_updates: list[BlockUpdate] = []
-        # A plan was lost, and with it what it would have installed.
+        # A plan was lost: the next one installs everything again.
         self._is_install_lost = False
 
     def look_again(self) -> None:
-        """Somebody came or went: choose anew who decodes."""
+        """Examine the requests again before the next round: one has come or gone."""
         self._rounds_ahead = 0
 
     def schedule(self) -> StepPlan | None:
@@ -125,14 +131,15 @@ class Planner:
         return plan
 
     def read(self, plan: StepPlan) -> None:
-        """The result of `plan` has come: it must be the oldest that is due."""
+        """Count the result of `plan` as read; it must be the oldest that is due."""
         oldest = self._unread[0]
         assert oldest is plan, f"the result of step {oldest.step_id} is due, got {plan.step_id}"
         self._unread.popleft()
 
     def lose(self, plan: StepPlan) -> None:
-        """`plan` ended with an error, maybe before its turn: nobody knows how much of it was installed, and
-        the next one says everything again.
+        """Drop `plan`, which ended with an error, maybe out of order.
+
+        How much of it was installed is unknown, so the next plan installs everything again.
         """
         self._unread.remove(plan)
         if self._open_round is not None and self._open_round.plan is plan:
@@ -141,13 +148,13 @@ class Planner:
         self.look_again()
 
     def enter(self, scheduled: ScheduledRequest) -> None:
-        """A request waits. Interrupted anywhere it can be called again."""
+        """Put a request in the waiting queue. May be called again after an interrupt at any point."""
         self.waiting_queue.discard(scheduled)
         self.waiting[scheduled.request.key] = scheduled
         self.waiting_queue.add(scheduled)
 
     def finish_copies(self, copy_ids: Collection[int]) -> None:
-        """These copies are complete."""
+        """Finish the transfers and evictions of complete copies."""
         for scheduled in list(self.resources.moving):
             if scheduled.transfer is not None and scheduled.transfer.copy_id in copy_ids:
                 self.resources.finish_transfer(scheduled)
@@ -155,28 +162,29 @@ class Planner:
         self.look_again()
 
     def cancel_copies(self, copy_ids: Collection[int]) -> None:
-        """There is no memory for these copies: their requests go on where they are."""
+        """Cancel copies for which there is no memory; their requests stay where they are."""
         for scheduled in self.resources.cancel_copies(copy_ids):
             self.waiting_queue.discard(scheduled)
         self.resources.prefix.prefix_host.cancel_copies(copy_ids)
         self.look_again()
 
     def leave(self, scheduled: ScheduledRequest) -> None:
-        """A request ends: nothing more is planned for it."""
+        """Plan nothing more for a request that ends."""
         self.waiting_queue.discard(scheduled)
         if scheduled.phase is RequestPhase.WAITING:
-            self.waiting.pop(scheduled.request.key, None)  # It was being entered when an interrupt came.
+            # The key is missing if an interrupt stopped `enter`.
+            self.waiting.pop(scheduled.request.key, None)
         elif not self.prompts.leave(scheduled):
             self.look_again()
 
     def drop_dead_round(self) -> None:
-        """A round whose members have all ended is not accepted: nobody would read its tokens."""
+        """Close the open round without an accept if all its requests have ended."""
         members = [] if self._open_round is None else self._open_round.members
         if members and all(scheduled.phase is RequestPhase.FINISHED for scheduled in members):
             self._close_round()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless phases agree with who waits, who prefills and who is in a round."""
+        """Raise AssertionError unless phases agree with the waiting queue, the prompts and the open round."""
         assert all(scheduled.phase is RequestPhase.WAITING for scheduled in self.waiting.values())
         away = [one for one in self.waiting_queue if one.phase is not RequestPhase.WAITING]
         for one in away:
@@ -191,12 +199,15 @@ class Planner:
         assert all(scheduled in members for scheduled in owners if scheduled.is_in_open_round)
 
     def _admit(self) -> None:
-        """Give places to those who come next, as long as there are any; to one prompt, which others join when
-        its launch is planned."""
+        """Admit waiting requests in order while there is room; at most one new prompt.
+
+        Other prompts join it when its launch is planned.
+        """
         while (scheduled := self.waiting_queue.first()) is not None:
             is_new = scheduled.phase is RequestPhase.WAITING
             if scheduled.transfer is not None:
-                return  # Still on its way out: nobody passes it meanwhile.
+                # Still being copied to the host; no other request overtakes it.
+                return
             if is_new and (self.prompts or self.resources.prefix.is_expected(scheduled)):
                 return
             if not self._admission.has_room(scheduled):
@@ -214,7 +225,7 @@ class Planner:
         self.prompts.members.append(scheduled)
 
     def _admit_beside(self, num_rows: int) -> ScheduledRequest | None:
-        """Give a place to who comes next if its prompt may share the launch that is planned."""
+        """Admit the next waiting request if its prompt may share the launch that is planned."""
         scheduled = self.waiting_queue.first()
         if scheduled is None or scheduled.phase is not RequestPhase.WAITING:
             return None
@@ -226,7 +237,7 @@ class Planner:
         return scheduled
 
     def _preempt(self, scheduled: ScheduledRequest) -> None:
-        """Send a request away: to the host if there is room, else to wait and to be replayed."""
+        """Offload a request to the host if there is room, else put it back in the queue to be recomputed."""
         records, blocks = self.resources.host_room()
         if scheduled.phase is RequestPhase.RUNNING and records and len(scheduled.block_ids) <= blocks:
             self.num_offloaded += 1
@@ -242,7 +253,7 @@ class Planner:
         self.enter(scheduled)
 
     def _plan_copies(self) -> None:
-        """Plan the copy of everybody on the move whose last launch has been read."""
+        """Plan the copies of moving requests whose last results have been read."""
         unread = self._count_unread_rounds()
         for scheduled in self.resources.moving:
             is_read = not (scheduled.is_first_token_due or unread[scheduled.slot, scheduled.generation])
@@ -252,7 +263,7 @@ class Planner:
                 self._block_updates += row
 
     def _look_ahead(self) -> None:
-        """Choose who decodes, reserve the blocks of their next rounds, and count these."""
+        """Choose the requests that decode, reserve blocks for their next rounds, and count these rounds."""
         while True:
             unread = self._count_unread_rounds()
             in_flight = {one.slot: unread[one.slot, one.generation] for one in self._decoding(unread)}
@@ -271,13 +282,14 @@ class Planner:
         self._is_caught_up = False
         tokens = sum(one.request.prompt_len + len(one.request.output_token_ids) for one in decoding)
         self._context_tokens = tokens // max(len(decoding), 1)
-        # The one that is planned next was looked at itself. Whoever sits out is looked for at every round.
+        # At least 1: the next round's blocks are reserved. One at a time while a request lacks blocks or is
+        # replayed.
         is_short = self._replaying or len(decoding) < len(in_flight)
         rounds = [1] if is_short else [self._certain_rounds(one, in_flight[one.slot]) for one in decoding]
         self._rounds_ahead = max(min(rounds), 1) if decoding else 0
 
     def _decoding(self, unread: Counter[tuple[int, int]]) -> Iterator[ScheduledRequest]:
-        """Those who have a prompt behind them and a token to come."""
+        """Yield the requests with a finished prompt and at least one token to come."""
         for scheduled in self.resources.owners.values():
             if scheduled.phase is RequestPhase.RUNNING and scheduled.transfer is None:
                 output = _least_output(scheduled, unread[scheduled.slot, scheduled.generation])
@@ -285,20 +297,20 @@ class Planner:
                     yield scheduled
 
     def _count_unread_rounds(self) -> Counter[tuple[int, int]]:
-        """Rounds whose results are not yet taken, by slot and generation."""
+        """Count the rounds with unread results, by slot and generation."""
         rounds = [plan for plan in self._unread if plan.kind in ("decode", "accept")]
         if self._open_round is not None:
             rounds.append(self._open_round.plan)
         return Counter(owner for plan in rounds for owner in zip(plan.slots, plan.generations, strict=True))
 
     def _has_unread_guides(self, members: Sequence[ScheduledRequest]) -> bool:
-        """Whether tokens that a grammar is to take are still to be read."""
+        """Return whether tokens that a member's grammar must take are still unread."""
         guided = {(one.slot, one.generation) for one in members if one.request.guide is not None}
         givers = [plan for plan in self._unread if plan.kind in ("first", "accept")]
         return any(not guided.isdisjoint(zip(p.slots, p.generations, strict=True)) for p in givers)
 
     def _certain_rounds(self, scheduled: ScheduledRequest, in_flight: int) -> int:
-        """Rounds from now on that cannot be the request's last one and have their blocks."""
+        """Return how many of the next rounds cannot be the request's last and have their blocks."""
         width, request = self.limits.mtp_step + 1, scheduled.request
         # Each result may be read before the next launch.
         most_output = _least_output(scheduled, in_flight) + in_flight * self.limits.mtp_step
@@ -310,9 +322,12 @@ class Planner:
         return rounds
 
     def _last_write(self, scheduled: ScheduledRequest, in_flight: int) -> int:
-        """Last position a round may write after `in_flight` unread ones: verify rows, then the chain."""
+        """Return the last position that a round may write after `in_flight` unread rounds.
+
+        A round writes its verify rows and then its chain.
+        """
         request, mtp_step = scheduled.request, self.limits.mtp_step
-        # The first token, known or not, stands right after the prompt; others are known when they are read.
+        # The first token is right after the prompt, read or not; later tokens count once they are read.
         pos = request.prompt_len + max(scheduled.num_emitted - 1, 0)
         return pos + in_flight * (mtp_step + 1) + 2 * mtp_step
 
@@ -324,14 +339,14 @@ class Planner:
             self._is_prefill_next = False
             return self._plan_prefill()
         if self._open_round is not None:
-            # Masks follow from the tokens of the round before: its result is waited for, not planned around.
+            # Masks depend on the tokens of the last round, so wait for its result.
             opened = self._open_round
             is_early = opened.wants.is_guided and self._has_unread_guides(opened.members)
             return None if is_early else self._plan_accept(opened)
         self._is_prefill_next = True
         if has_round:
             return self._plan_round()
-        # With copies alone under way a plan without a launch gives the next step a result to wait for.
+        # If only copies are under way, a plan without a launch gives the next step a result to wait for.
         is_copying = any(scheduled.is_pinned for scheduled in self.resources.moving)
         if self._copies or (is_copying and not self._unread):
             return self._make_plan("move")
@@ -357,23 +372,22 @@ class Planner:
             saves=tuple(launch.saves),
         )
 
-    def _plan_spills(self) -> list[Copy]:
-        """Copies of what the prefix cache has given up since the last plan, to its host tier: before anything
-        else is written where it lies.
+    def _plan_evictions(self) -> list[Copy]:
+        """Return the copies to the host tier of what the prefix cache evicted after the last plan.
+
+        They are a plan's first moves: later ones, or the launch, may overwrite what they read.
         """
         copies, prefix_host = [], self.resources.prefix.prefix_host
         for eviction in prefix_host.take_evictions():
-            source, target = (
-                Place("snapshot", eviction.snapshot or 0),
-                Place("prefix_host", eviction.record or 0),
-            )
+            source = Location("snapshot", eviction.snapshot or 0)
+            target = Location("prefix_host", eviction.record or 0)
             copy = self.prompts.copy(source, target, eviction.blocks, has_rows=eviction.record is not None)
             prefix_host.begin(eviction, copy.copy_id)
             copies.append(copy)
         return copies
 
     def _plan_first(self, scheduled: ScheduledRequest) -> StepPlan:
-        """The first token of a prompt whose last piece is planned."""
+        """Plan the first token of a two-phase request whose last prompt chunk is planned."""
         self._end_prefill(scheduled)
         wants = _wants([scheduled.request])
         return self._make_plan(
@@ -399,7 +413,7 @@ class Planner:
         self._rounds_ahead -= 1
         is_two_phase = self._wants.is_two_phase
         depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
-        # Whoever came back from elsewhere may have other drafts; statistics alone know of it.
+        # Only statistics read num_drafts: a resumed request may have another number of drafts.
         num_drafts, self._chain = min(depth, self._chain), depth
         plan = self._make_plan(
             "verify" if is_two_phase else "decode",
@@ -431,7 +445,8 @@ class Planner:
             is_guided=opened.wants.is_guided,
             wants_drafts=opened.wants.has_drafts,
         )
-        # What ended in between is released with a later plan: moves go before the launch.
+        # Closed after the plan is made: moves run before the launch, so requests that ended in between are
+        # released with a later plan.
         self._close_round()
         return plan
 
@@ -460,7 +475,7 @@ class Planner:
         saves: tuple[Copy, ...] = (),
     ) -> StepPlan:
         self._restore_install()
-        evictions = self._plan_spills()
+        evictions = self._plan_evictions()
         moves: tuple[Move, ...] = (*evictions, *self.resources.take_releases(), *own_moves, *self._copies)
         block_updates = tuple(self._block_updates)
         self._copies, self._block_updates = [], []
@@ -484,19 +499,22 @@ class Planner:
         )
 
     def _restore_install(self) -> None:
-        """After a lost plan: say again who owns nothing and who owns which blocks."""
+        """After a lost plan, repeat the releases of free slots and the block tables of all others."""
         if self._is_install_lost:
-            self.resources.forget_what_was_told({copy.copy_id for copy in self._copies})
+            self.resources.release_again({copy.copy_id for copy in self._copies})
             self._block_updates = self.resources.all_block_updates()
             self._is_install_lost = False
 
     def _catches_up(self, depth: int) -> bool:
-        """Whether the draft must catch up before a round of that depth; counts the inputs that it defers."""
+        """Return whether the draft model must catch up before a round of this depth.
+
+        Counts the deferred draft inputs of the round, too.
+        """
         if not self.limits.mtp_step or (depth and self._is_caught_up):
             return False
         members = [self.resources.owners[slot] for slot in self.decoding_slots]
         most_deferred = max(scheduled.num_deferred for scheduled in members)
-        # A slot has room for the deferred inputs of mtp_step + 1 rounds.
+        # A slot has room for the deferred draft inputs of mtp_step + 1 rounds.
         catches_up = most_deferred > (0 if depth else self.limits.mtp_step)
         for scheduled in members:
             scheduled.num_deferred = (0 if catches_up else scheduled.num_deferred) + (not depth)
@@ -509,7 +527,7 @@ class Planner:
             mtp_step if self._depth is None else self._depth(num_requests, self._context_tokens, is_two_phase)
         )
         if not 0 <= depth <= mtp_step:
-            raise ValueError(f"depth must lie in 0..{mtp_step} (mtp_step), got {depth}; choose another")
+            raise ValueError(f"depth must be 0 to {mtp_step} (mtp_step), got {depth}; choose another")
         return depth
 
 
@@ -525,11 +543,11 @@ def _wants(requests: Sequence[Request]) -> _Wants:
 
 
 def _known_drafts(scheduled: ScheduledRequest, verify: int) -> Iterator[Draft]:
-    """The known tokens that a replayed request's next round is to verify."""
+    """Yield the known tokens that a replayed request's next round verifies."""
     if scheduled.replay is not None and (known := scheduled.replay.plan_round(verify)):
         yield Draft(scheduled.slot, tuple(known))
 
 
 def _least_output(scheduled: ScheduledRequest, in_flight: int) -> int:
-    """Tokens the request will have for certain: every unread round emits one at least."""
+    """Return the fewest tokens that the request will have: every unread round emits at least one."""
     return scheduled.num_emitted + scheduled.is_first_token_due + in_flight

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from compiled_mtp.graphs.buckets import lay_out
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Move, Place, PromptChunk
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, Location, Move, PromptChunk
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest, block_table_row
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
@@ -86,14 +86,14 @@ class Prompts:
         prefix, request = self._resources.prefix, scheduled.request
         if request.wants_prompt_logprobs or prefix.is_coming(scheduled):
             return False
-        return request.prompt_len - prefix.foresee(scheduled) <= num_rows
+        return request.prompt_len - prefix.predict_start(scheduled) <= num_rows
 
     def plan(self, most: int, max_prompt_chunks: int, admit: Admitter) -> Launch:
         """Choose the chunks of a launch of at most `most` rows; requests from `admit` become members."""
         launch, resuming = Launch(), list[ScheduledRequest]()
         scheduled: ScheduledRequest | None = self.members[0]
         while scheduled is not None:
-            is_resuming = not scheduled.is_told and scheduled.resumption is not None
+            is_resuming = not scheduled.is_installed and scheduled.resumption is not None
             self._take(scheduled, most - launch.num_rows, launch)
             if is_resuming:
                 resuming.append(scheduled)
@@ -121,32 +121,32 @@ class Prompts:
 
     def _take(self, scheduled: ScheduledRequest, num_rows: int, launch: Launch) -> None:
         """Put the next chunk of a prompt, of at most `num_rows` tokens, into a launch."""
-        if not scheduled.is_told:
+        if not scheduled.is_installed:
             launch.start(self._start_slot(scheduled))
             launch.block_updates += block_table_row(scheduled.slot, scheduled.block_ids)
         prefix, request, start = self._resources.prefix, scheduled.request, scheduled.num_prefilled
         end = min(start + num_rows, request.prompt_len)
-        places = prefix.places(scheduled, end)
-        # A launch saves one state inside a chunk, and those at the chunks' ends. If the former is taken, this
-        # chunk ends where its first snapshot is due.
-        has_mark = any(prompt_chunk.snapshot_offset for prompt_chunk in launch.prompt_chunks)
-        marked = places.pop(0) if places and not has_mark else 0
-        end = places[0] if places else end
-        scheduled.num_prefilled, scheduled.is_told = end, True
-        slots = {marked: self._resources.limits.max_batch + 1, end: scheduled.slot}
+        positions = prefix.snapshot_positions(scheduled, end)
+        # A launch can save the states at its chunks' ends, and one state inside a chunk. If another chunk has
+        # the latter, this chunk ends at its first snapshot position.
+        has_inner = any(prompt_chunk.snapshot_offset for prompt_chunk in launch.prompt_chunks)
+        inner = positions.pop(0) if positions and not has_inner else 0
+        end = positions[0] if positions else end
+        scheduled.num_prefilled, scheduled.is_installed = end, True
+        slots = {inner: self._resources.limits.max_batch + 1, end: scheduled.slot}
         for position in sorted(slots.keys() - {0}):
             if (snapshot := prefix.take_snapshot(scheduled, start, position)) is not None:
-                source, target = Place("slot", slots[position]), Place("snapshot", snapshot)
+                source, target = Location("slot", slots[position]), Location("snapshot", snapshot)
                 launch.saves.append(self.copy(source, target))
-            elif position == marked:
-                marked = 0
+            elif position == inner:
+                inner = 0
         # The first token of a two-phase request has a plan of its own, which changes the logits first.
         is_last = end == request.prompt_len and not request.is_two_phase
         # The last row of a chunk scores the first token of the next chunk; the prompt's last row scores none.
         next_ids = request.prompt_token_ids[start + 1 : end + 1] if request.wants_prompt_logprobs else ()
         token_ids = tuple(request.prompt_token_ids[start:end])
         launch.members.append(scheduled)
-        snapshot_offset = marked - start if marked else 0
+        snapshot_offset = inner - start if inner else 0
         launch.prompt_chunks.append(
             PromptChunk(token_ids, start, request.prompt_len, is_last, tuple(next_ids), snapshot_offset)
         )
@@ -155,13 +155,13 @@ class Prompts:
         """Return the moves of a request's first plan: its parameters, and the state of its cached prefix."""
         moves: list[Move] = [Admit(scheduled.slot, slot_sampling(scheduled.request))]
         if (resumption := scheduled.resumption) is not None:
-            slot = Place("slot", scheduled.slot)
+            slot = Location("slot", scheduled.slot)
             pairs = tuple(
                 zip(resumption.prefix_host_blocks, self._last_cached_blocks(scheduled), strict=True)
             )
             moves.append(self.copy(resumption.source, slot, pairs))
             if resumption.snapshot is not None:
-                moves.append(self.copy(slot, Place("snapshot", resumption.snapshot)))
+                moves.append(self.copy(slot, Location("snapshot", resumption.snapshot)))
         return moves
 
     def _last_cached_blocks(self, scheduled: ScheduledRequest) -> list[int]:
@@ -172,8 +172,8 @@ class Prompts:
 
     def copy(
         self,
-        source: Place,
-        target: Place,
+        source: Location,
+        target: Location,
         blocks: tuple[tuple[int, int], ...] = (),
         *,
         has_rows: bool = True,

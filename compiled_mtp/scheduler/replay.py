@@ -36,8 +36,8 @@ class Replay:
         self.num_planned = 1
 
     def plan_round(self, verify: int) -> Sequence[int]:
-        """Count a round that verifies `verify` drafts; return the known tokens that come first of these, at
-        most `verify`, maybe none."""
+        """Count a round that verifies `verify` drafts; return the known tokens for the first of these drafts,
+        0 to `verify`."""
         begin = self.num_planned
         self.uploaded = self.known[begin : begin + verify]
         self.num_planned = begin + len(self.uploaded) + 1
@@ -53,7 +53,7 @@ class Replay:
         for index, (old, new) in enumerate(zip(known, token_ids, strict=False)):
             if old != new:
                 raise ValueError(
-                    f"a replayed token must be what it was, got {new} for {old} at output token "
+                    f"a replayed token must equal the original, got {new} for {old} at output token "
                     f"{begin + index}; on this machine a row's bits depend on its batch, raise num_blocks or "
                     "offload_gb so that no request is replayed"
                 )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from compiled_mtp.cache.block_pool import BlockPool
-from compiled_mtp.plan import BlockUpdate, Copy, Place, Release
+from compiled_mtp.plan import BlockUpdate, Copy, Location, Release
 from compiled_mtp.request import NO_DRAFT, Request
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
@@ -18,12 +18,12 @@ from compiled_mtp.scheduler.replay import Replay
 class Transfer:
     """The move of a request between a slot and a host record; it owns both, and their blocks, to its end.
 
-    generation: of the target slot, 0 for a host record. copy_id: None until the copy is planned, which waits
-    for the results of the request's launches.
+    generation: that of the target slot, 0 for a host record. copy_id: None until the copy is planned, after
+    the results of the request's launches are read.
     """
 
-    source: Place
-    target: Place
+    source: Location
+    target: Location
     generation: int
     target_block_ids: list[int]
     copy_id: int | None = None
@@ -37,11 +37,11 @@ class ScheduledRequest:
     arrival: its number by order of arrival. is_due: it goes before all requests that are not. num_prefilled:
     prompt tokens that are cached or planned. resumption: what fills its slot before its first launch; None:
     the prompt begins at position 0. prefix_keys: the keys of the prompt's whole chunks, None until computed.
-    is_looked_up: the prefix cache has counted its lookup. is_told: a plan has installed it in its slot.
+    is_looked_up: the prefix cache has counted its lookup. is_installed: a plan has installed it in its slot.
     is_first_token_due: its first token is planned, and the result not read. is_in_open_round: the verify of
-    its two-phase round is planned, and the accept not. drafts: those of its next round, where its grammar or
-    its caller asks for them. num_deferred: its rounds without drafts whose inputs the draft model has still
-    to read. transfer: its move in progress. replay: the recomputation of its tokens.
+    its two-phase round is planned, and the accept not. drafts: those of its next round, if its grammar or its
+    caller needs them. num_deferred: its deferred draft inputs, one for each round without drafts. transfer:
+    its move in progress. replay: the recomputation of its tokens.
     """
 
     request: Request
@@ -56,7 +56,7 @@ class ScheduledRequest:
     resumption: Resumption | None = None
     prefix_keys: list[bytes] | None = None
     is_looked_up: bool = False
-    is_told: bool = False
+    is_installed: bool = False
     is_first_token_due: bool = False
     is_in_open_round: bool = False
     drafts: Sequence[int] = ()
@@ -88,20 +88,20 @@ class ScheduledRequest:
         known = [*uploaded, *self.drafts[len(uploaded) : verify]]
         return known + [NO_DRAFT] * (verify - len(known))
 
-    def forget_place(self) -> None:
+    def reset_progress(self) -> None:
         """Reset slot, blocks and progress for a new start; output tokens become a replay."""
         self.slot, self.block_ids, self.num_prefilled = 0, [], 0
-        self.is_told = self.is_first_token_due = False
+        self.is_installed = self.is_first_token_due = False
         self.drafts, self.num_deferred = (), 0
         known = self.request.output_token_ids
         self.replay = Replay(tuple(known)) if known else None
 
     @property
-    def place(self) -> Place | None:
+    def location(self) -> Location | None:
         """The host record or slot where its rows lie; None for neither."""
         if self.host_record is not None:
-            return Place("host", self.host_record)
-        return Place("slot", self.slot) if self.slot else None
+            return Location("host", self.host_record)
+        return Location("slot", self.slot) if self.slot else None
 
     @property
     def is_prefilled(self) -> bool:
@@ -142,9 +142,9 @@ class Resources:
         self._free_records = list(range(self.limits.host_records - 1, -1, -1))
         # Records and blocks that host memory can hold: less than the limits after an allocation has failed.
         self._host_rooms = (self.limits.host_records, self.limits.host_blocks)
-        self._untold_releases = self._all_slots() if any(self._generations) else []
+        self._pending_releases = self._all_slots() if any(self._generations) else []
         self.moving: list[ScheduledRequest] = []
-        # Finished requests whose resources are still in use.
+        # Finished requests whose resources a copy or the open round still uses.
         self._kept: list[ScheduledRequest] = []
 
     @property
@@ -168,7 +168,7 @@ class Resources:
 
     def admit(self, scheduled: ScheduledRequest) -> None:
         """Give a waiting request a slot, its cached prefix, and the blocks for the rest of its prompt."""
-        scheduled.forget_place()
+        scheduled.reset_progress()
         scheduled.slot = self._free_slots.pop()
         scheduled.generation = self._next_generation(scheduled.slot)
         scheduled.resumption = self.prefix.resume(scheduled)
@@ -182,8 +182,8 @@ class Resources:
         assert not scheduled.is_in_open_round
         del self.owners[scheduled.slot]
         self.prefix.leave(scheduled)
-        self._free(Place("slot", scheduled.slot), scheduled.block_ids)
-        scheduled.forget_place()
+        self._free(Location("slot", scheduled.slot), scheduled.block_ids)
+        scheduled.reset_progress()
         scheduled.enter(RequestPhase.WAITING)
 
     def count_missing(self, scheduled: ScheduledRequest, position: int, ahead: int = 0) -> int:
@@ -219,8 +219,8 @@ class Resources:
             if scheduled.transfer is not None:
                 self._free(scheduled.transfer.target, scheduled.transfer.target_block_ids)
                 self._end_transfer(scheduled)
-            if (place := scheduled.place) is not None:
-                self._free(place, scheduled.block_ids)
+            if (location := scheduled.location) is not None:
+                self._free(location, scheduled.block_ids)
             scheduled.slot, scheduled.host_record, scheduled.block_ids = 0, None, []
 
     def host_room(self) -> tuple[int, int]:
@@ -232,12 +232,12 @@ class Resources:
     def offload(self, scheduled: ScheduledRequest) -> None:
         """Begin the transfer of a running request to the host, which must have room for it."""
         blocks = self.host_pool.allocate(len(scheduled.block_ids))
-        self._begin_transfer(scheduled, Place("host", self._free_records.pop()), blocks)
+        self._begin_transfer(scheduled, Location("host", self._free_records.pop()), blocks)
 
     def resume(self, scheduled: ScheduledRequest) -> None:
         """Begin the transfer of an offloaded request to the device, which must have a slot and blocks."""
         blocks = self.pool.allocate(len(scheduled.block_ids))
-        self._begin_transfer(scheduled, Place("slot", self._free_slots.pop()), blocks)
+        self._begin_transfer(scheduled, Location("slot", self._free_slots.pop()), blocks)
 
     def plan_copy(self, scheduled: ScheduledRequest, copy_id: int) -> tuple[Copy, list[BlockUpdate]]:
         """Return the copy of a transfer and the block-table row of its target slot.
@@ -295,22 +295,24 @@ class Resources:
 
     def take_releases(self) -> list[Release]:
         """Return, once, the releases of the slots taken back after the last call."""
-        slots, self._untold_releases = self._untold_releases, []
+        slots, self._pending_releases = self._pending_releases, []
         return [Release(slot) for slot in slots]
 
-    def forget_what_was_told(self, next_copy_ids: Collection[int]) -> None:
+    def release_again(self, next_copy_ids: Collection[int]) -> None:
         """After a lost plan, release again every slot that is free or whose owner no plan has installed.
 
         next_copy_ids: the copies of the next plan, whose target slots are released too.
         """
-        told = {scheduled.slot for scheduled in (*self.owners.values(), *self._kept) if scheduled.is_told}
-        told |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
-        self._untold_releases = [slot for slot in self._all_slots() if slot not in told]
+        installed = {
+            scheduled.slot for scheduled in (*self.owners.values(), *self._kept) if scheduled.is_installed
+        }
+        installed |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
+        self._pending_releases = [slot for slot in self._all_slots() if slot not in installed]
 
     def all_block_updates(self) -> list[BlockUpdate]:
         """Return the block-table entries of all requests that are installed in a slot or copied to one."""
-        told = [scheduled for scheduled in self.owners.values() if scheduled.is_told]
-        entries = [block_table_row(scheduled.slot, scheduled.block_ids) for scheduled in told]
+        installed = [scheduled for scheduled in self.owners.values() if scheduled.is_installed]
+        entries = [block_table_row(scheduled.slot, scheduled.block_ids) for scheduled in installed]
         entries += [self._target_row(scheduled) for scheduled, _ in self._copied_to_slots()]
         return [entry for row in entries for entry in row]
 
@@ -327,9 +329,9 @@ class Resources:
             ("host", self.host_pool, self._free_records, list(range(self.limits.host_records))),
         )
         for tier, pool, free, numbers in tiers:
-            places = [(place, h.block_ids) for h in everyone if (place := h.place) is not None]
-            places += [(transfer.target, transfer.target_block_ids) for transfer in transfers]
-            owned = [(place.number, blocks) for place, blocks in places if place.tier == tier]
+            locations = [(location, h.block_ids) for h in everyone if (location := h.location) is not None]
+            locations += [(transfer.target, transfer.target_block_ids) for transfer in transfers]
+            owned = [(location.number, blocks) for location, blocks in locations if location.tier == tier]
             got = sorted([*free, *(number for number, _ in owned)])
             assert got == numbers, f"{tier} numbers must be free or owned once, got {got}"
             pool.check_integrity(block_id for _, blocks in owned for block_id in blocks)
@@ -341,25 +343,29 @@ class Resources:
     def _check_scheduled(self, scheduled: ScheduledRequest) -> None:
         phase, has_slot, has_record = scheduled.phase, scheduled.slot > 0, scheduled.host_record is not None
         if phase is RequestPhase.FINISHED:
-            assert scheduled.is_pinned, "a request that has ended holds something"
+            assert scheduled.is_pinned, "a finished request must be pinned"
         elif phase is RequestPhase.WAITING:
-            assert (scheduled.place, scheduled.block_ids, scheduled.is_told) == (None, [], False)
+            assert (scheduled.location, scheduled.block_ids, scheduled.is_installed) == (None, [], False)
             known = () if scheduled.replay is None else scheduled.replay.known
-            assert tuple(known) == tuple(scheduled.request.output_token_ids), "told tokens are forgotten"
+            assert tuple(known) == tuple(scheduled.request.output_token_ids), (
+                "a replay must know all delivered tokens"
+            )
         else:
             is_offloaded = phase is RequestPhase.OFFLOADED
-            assert (has_slot, has_record) == (not is_offloaded, is_offloaded), f"{phase} agrees with no place"
+            assert (has_slot, has_record) == (not is_offloaded, is_offloaded), (
+                f"{phase} disagrees with the location"
+            )
         if has_slot and phase is not RequestPhase.FINISHED:
             assert self.owners[scheduled.slot] is scheduled
             assert scheduled.generation == self._generations[scheduled.slot], (
-                "an owner of a slot is out of date"
+                "a slot's owner has an old generation"
             )
 
-    def _begin_transfer(self, scheduled: ScheduledRequest, target: Place, blocks: list[int]) -> None:
-        assert scheduled.place is not None
+    def _begin_transfer(self, scheduled: ScheduledRequest, target: Location, blocks: list[int]) -> None:
+        assert scheduled.location is not None
         assert scheduled.transfer is None, "a request is moved twice at once"
         generation = self._next_generation(target.number) if target.tier == "slot" else 0
-        scheduled.transfer = Transfer(scheduled.place, target, generation, blocks)
+        scheduled.transfer = Transfer(scheduled.location, target, generation, blocks)
         self.moving.append(scheduled)
 
     def _end_transfer(self, scheduled: ScheduledRequest) -> Transfer:
@@ -380,13 +386,13 @@ class Resources:
             return []
         return block_table_row(transfer.target.number, transfer.target_block_ids)
 
-    def _free(self, place: Place, block_ids: Iterable[int]) -> None:
-        if place.tier == "host":
-            self._free_records.append(place.number)
+    def _free(self, location: Location, block_ids: Iterable[int]) -> None:
+        if location.tier == "host":
+            self._free_records.append(location.number)
             self.host_pool.free(block_ids)
         else:
-            self._free_slots.append(place.number)
-            self._untold_releases.append(place.number)
+            self._free_slots.append(location.number)
+            self._pending_releases.append(location.number)
             self.pool.free(block_ids)
 
     def _next_generation(self, slot: int) -> int:

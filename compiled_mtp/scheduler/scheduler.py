@@ -28,7 +28,7 @@ from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 
 
 class GuidedWindow(NamedTuple):
-    """A request whose rows are masked: `row` of the plan's is its first, one more follows for each draft."""
+    """A request whose rows a grammar masks: rows `row` to `row` + len(drafts) of the plan's rows."""
 
     guide: Guide
     row: int
@@ -37,53 +37,56 @@ class GuidedWindow(NamedTuple):
 
 class Scheduler:
     """Continuous batching over slots 1 to max_batch and blocks 1 to num_blocks - 1, first come, first served
-    among those of one priority.
+    within one priority.
 
-    A request is admitted when its prompt fits, and what it and all others need for a while (`Admission`).
-    When blocks run short the last of all leaves (`Preemption`): to host memory, which holds host_records
-    requests and host_blocks blocks, or, where nothing can be copied, to wait and to be replayed (`Replay`).
-    For use from one thread; `limits` and `has_id` from any.
+    A request is admitted when there are blocks for its prompt and for the next tokens of all requests
+    (`Admission`). When blocks run short, the request of the worst rank is preempted (`Preemption`): it is
+    offloaded to host memory, which holds host_records requests and host_blocks blocks, or it waits again and
+    is replayed (`Replay`). For use from one thread; `limits` and `has_id` from any.
     """
 
     def __init__(self, limits: Limits, *, depth: Depth | None = None) -> None:
         self.limits = limits
         self._resources = Resources(limits)
         self._planner = Planner(self._resources, depth)
-        # By id, the choices that have not ended.
+        # The choices that have not ended, by request id.
         self._live: dict[str, list[ScheduledRequest]] = {}
         self._arrivals = itertools.count()
         self._outputs: list[RequestOutput] = []
 
     def add(self, *choices: Request) -> None:
-        """Queue a request, given as all of its choices, which `Limits.fit` has accepted. Interrupted anywhere
-        it can be called again with the same ones. Raises ValueError if its id is in use.
+        """Queue a request, given as all of its choices, which `Limits.fit` has accepted.
+
+        May be called again with the same choices after an interrupt at any point. Raises ValueError if the
+        request's id is in use.
         """
         name = choices[0].request_id
         resources = self._live.get(name)
         if resources is None or resources[0].request is not choices[0]:
             if self.has_id(name):
                 raise ValueError(f"request_id must be unused, got {quote(name)}; choose another")
-            # Known by one store, with all its choices, before any of them stands in line.
+            # One store makes all choices live before the first is queued.
             resources = [ScheduledRequest(request, next(self._arrivals)) for request in choices]
             self._live[name] = resources
         for scheduled in resources:
             self._planner.enter(scheduled)
 
     def abort(self, request_id: str) -> None:
-        """End a request, all choices of it, now. Raises ValueError for an id that names none that is live.
+        """End all choices of a request now; their last outputs have finish_reason "abort".
 
-        Their last outputs have finish_reason "abort"; launches in flight are dropped.
+        The tokens of launches in flight are dropped. Raises ValueError for an id without a live request.
         """
         for scheduled in self._find_choices(request_id):
             self._end(scheduled, "abort")
 
     def share_launches(self, most: int) -> None:
-        """Let at most `most` prompts share a launch from now on, no more than limits.max_pieces; to measure
-        what it gives."""
+        """Let at most `most` prompts share a launch from now on, up to limits.max_prompt_chunks; for
+        benchmarks.
+        """
         self._planner.max_prompt_chunks = min(most, self.limits.max_prompt_chunks)
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """End those of the requests that have not finished, now and without an output."""
+        """End the live requests of these ids now, without an output."""
         for request_id in request_ids:
             for scheduled in list(self._live.get(request_id, ())):
                 scheduled.request.finish("abort")
@@ -91,22 +94,22 @@ class Scheduler:
         self.take_outputs(request_ids)
 
     def forget_all(self) -> None:
-        """End every request, now and without an output."""
+        """End every request now, without an output."""
         self.forget(tuple(self._live))
         self._outputs = []
 
     def recover(self, error: str) -> None:
-        """Start over after a step that stopped anywhere (Ctrl-C): of its bookkeeping nothing is believed.
+        """Rebuild all bookkeeping after a step that an interrupt (Ctrl-C) stopped at any point.
 
-        Requests that were no longer waiting end with `error`; the others go on. Nothing that was launched may
-        still be under way. Interrupted anywhere it is to be called again, before anything else is: until then
-        `_live` is what it was, and whoever has a last output is not given another.
+        Requests that were no longer waiting end with `error`; the others go on. No launch may still run. If
+        this call is interrupted, call it again before all else: until it returns, `_live` is unchanged, and a
+        request that has a last output gets no other.
         """
         settled = {(out.request_id, out.index) for out in self._outputs if out.finish_reason is not None}
         unsettled = [h for choices in self._live.values() for h in choices if h.request.key not in settled]
         live: dict[str, list[ScheduledRequest]] = {}
         for scheduled in unsettled:
-            # By its phase alone: `waiting` and the line may be half written.
+            # Trust the phase alone: `waiting` and the waiting queue may be inconsistent.
             if scheduled.phase is RequestPhase.WAITING:
                 live.setdefault(scheduled.request.request_id, []).append(scheduled)
             else:
@@ -121,10 +124,10 @@ class Scheduler:
         return self._planner.schedule()
 
     def update(self, result: StepResult | None) -> None:
-        """Take the result of a launch, if there is one; what the requests gained waits for `take_outputs`.
+        """Take the result of a launch, if there is one; `take_outputs` returns what the requests gained.
 
-        Tokens of requests that ended meanwhile are dropped. An error ends the requests of its launch and
-        copies alone; it may come before its turn, since whoever launches knows at once.
+        Tokens of requests that ended meanwhile are dropped. An error ends only the requests of its launch and
+        copies. It may precede older results, because a launch can fail at once.
         """
         if result is None:
             return
@@ -143,7 +146,7 @@ class Scheduler:
             self._take_tokens(result)
 
     def windows(self, plan: StepPlan) -> list[GuidedWindow]:
-        """The requests of a plan whose rows are to be masked; every token they have is known."""
+        """Return the requests of a plan whose rows need masks. All their tokens must have been read."""
         found = []
         for index, owner in enumerate(zip(plan.slots, plan.generations, strict=True)):
             scheduled = self._resources.owners.get(owner[0])
@@ -155,15 +158,15 @@ class Scheduler:
         return found
 
     def take_outputs(
-        self, request_ids: Collection[str] | None = None, but: Collection[str] = ()
+        self, request_ids: Collection[str] | None = None, excluding: Collection[str] = ()
     ) -> list[RequestOutput]:
-        """Return the outputs that nobody has taken yet, of these requests or of all but some; the others
-        stay.
-        """
+        """Return, once, the outputs of these requests; of all requests except `excluding` for None."""
         taken, left = self._outputs, list[RequestOutput]()
-        if request_ids is not None or but:
+        if request_ids is not None or excluding:
             is_taken = [
-                output.request_id not in but if request_ids is None else output.request_id in request_ids
+                output.request_id not in excluding
+                if request_ids is None
+                else output.request_id in request_ids
                 for output in self._outputs
             ]
             taken = [output for output, is_one in zip(self._outputs, is_taken, strict=True) if is_one]
@@ -173,35 +176,35 @@ class Scheduler:
 
     @property
     def outputs(self) -> Sequence[RequestOutput]:
-        """Those that nobody has taken yet."""
+        """The outputs that were not taken yet."""
         return self._outputs
 
     def put_back(self, outputs: Sequence[RequestOutput]) -> None:
-        """Let `outputs`, all that there were before some were taken and reached nobody, be taken again."""
+        """Restore `outputs`, the value before a `take_outputs` whose result was lost."""
         self._outputs = list(outputs)
 
-    def has_unfinished(self, but: Collection[str] = ()) -> bool:
-        """Return whether a request is still to end, or an output to be taken; of some requests only the
-        first counts.
+    def has_unfinished(self, excluding: Collection[str] = ()) -> bool:
+        """Return whether a request is live or an output waits to be taken; outputs of `excluding` do not
+        count.
         """
-        return bool(self._live) or any(output.request_id not in but for output in self._outputs)
+        return bool(self._live) or any(output.request_id not in excluding for output in self._outputs)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the id names a request that has not finished."""
         return request_id in self._live
 
     def has_id(self, request_id: str) -> bool:
-        """Whether an id is in use: its request has not finished, or its last output is still to come."""
+        """Whether an id is in use: its request has not finished, or its last output was not taken."""
         return request_id in self._live or any(o.request_id == request_id for o in self._outputs)
 
     @property
     def pool(self) -> BlockPool:
-        """The blocks of the device."""
+        """The device's KV blocks."""
         return self._resources.pool
 
     @property
     def prefix(self) -> PrefixCache:
-        """What prompts have left for others."""
+        """The prefix cache."""
         return self._resources.prefix
 
     @property
@@ -216,27 +219,29 @@ class Scheduler:
 
     @property
     def num_offloaded(self) -> int:
-        """Times that a request was sent to host memory since blocks ran short."""
+        """Preemptions, for lack of blocks, that offloaded the request to host memory."""
         return self._planner.num_offloaded
 
     @property
     def num_recomputed(self) -> int:
-        """Times that a request lost its place since blocks ran short; most of them are then replayed."""
+        """Preemptions, for lack of blocks, of requests that must be recomputed."""
         return self._planner.num_recomputed
 
     @property
     def running(self) -> dict[int, Request]:
-        """The requests whose prompts have been planned to their ends, by the slot that each owns."""
+        """The requests whose whole prompts have been planned, by slot."""
         owners = self._resources.owners.items()
         return {slot: one.request for slot, one in owners if one.phase is RequestPhase.RUNNING}
 
     def phase(self, request_id: str) -> RequestPhase:
-        """Where a request's first choice stands. Raises ValueError for an id that names none that is live."""
+        """Return the phase of a request's first live choice. Raises ValueError for an id without a live
+        request.
+        """
         return self._find_choices(request_id)[0].phase
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
-        agrees with where its request stands.
+        agrees with what its request owns.
         """
         live = [scheduled for choices in self._live.values() for scheduled in choices]
         self._resources.check_integrity(live)
@@ -298,9 +303,9 @@ class Scheduler:
             fields = (
                 *(request.request_id, kept, text, request.metrics),
                 *(reason, request.error, entries, request.index, request.take_prompt_logprobs()),
-                # Nobody asks for them where the plan does not.
+                # A plan without wants_drafts has no request that asks for drafts.
                 request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
-                # `append` ends a request with an error only where its grammar cannot go on.
+                # `append` ends a request with an error only when its grammar cannot continue.
                 "parameters" if reason == "error" else None,
             )
             outputs.append(new_tuple(RequestOutput, fields))
@@ -309,8 +314,9 @@ class Scheduler:
                 self._finish(scheduled)
 
     def _take_last_tokens(self, result: StepResult, index: int, num_drafts: int | None, now_s: float) -> None:
-        """Take the tokens before one that could not be drawn and end the request: with an error, unless they
-        end it themselves.
+        """Take the tokens before one that could not be drawn, and end the request.
+
+        It ends with an error, unless these tokens end it themselves.
         """
         plan = result.plan
         scheduled = self._resources.owners.get(plan.slots[index])
@@ -346,9 +352,10 @@ class Scheduler:
         num_drafts: int | None,
         logprobs: RowLogprobs | None,
     ) -> tuple[list[int], int | None, RowLogprobs | None]:
-        """Compare the tokens of a result with those that were told already; what is left of the result.
+        """Compare the tokens of a result with known ones of the replay; return the rest of the result.
 
-        Ends a request that does not come again as it was.
+        Returns the new tokens, their number of drafts and their log probabilities. Ends the request with an
+        error if a token differs from the known one.
         """
         replay, request = scheduled.replay, scheduled.request
         assert replay is not None
@@ -364,7 +371,7 @@ class Scheduler:
             self._planner.look_again()
         if logprobs is not None:
             logprobs = drop_rows(logprobs, known)
-        # A round that brought known tokens counts as one of fewer drafts.
+        # A round that also repeated known tokens counts as one with fewer drafts.
         num_left = None if num_drafts is None else max(num_drafts - known, 0)
         return token_ids[known:], num_left, logprobs
 
@@ -387,11 +394,11 @@ class Scheduler:
         self._finish(scheduled)
 
     def _cut_short(self, request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
-        """End a request behind what was told of it; its last output, the same if it is made again."""
+        """End a request after its delivered tokens; return its last output, the same if called again."""
         own = (output for output in reversed(self._outputs) if _is_of(output, request))
         last = next(own, None)
         text, entries = request.cut_short(reason, last)
-        is_prompt_told = last is not None and last.prompt_logprobs is not None
+        has_prompt_logprobs = last is not None and last.prompt_logprobs is not None
         return RequestOutput(
             request.request_id,
             [],
@@ -401,7 +408,7 @@ class Scheduler:
             error,
             entries,
             request.index,
-            None if is_prompt_told else request.take_prompt_logprobs(),
+            None if has_prompt_logprobs else request.take_prompt_logprobs(),
             request.list_drafts(),
             "engine" if reason == "error" else None,
         )
@@ -429,7 +436,7 @@ def _last_output(
     drafts: list[RoundDrafts] | None,
     error_kind: ErrorKind,
 ) -> RequestOutput:
-    """End the request; what its caller gets, with the last tokens and their text."""
+    """End the request; return its last output, with its last tokens and their text."""
     text += request.finish(reason)
     entries = request.take_logprobs()
     return RequestOutput(

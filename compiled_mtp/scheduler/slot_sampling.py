@@ -1,4 +1,4 @@
-"""The sampling parameters that a request brings to its slot on the device."""
+"""The sampling parameters that a request's slot gets on the device."""
 
 from __future__ import annotations
 

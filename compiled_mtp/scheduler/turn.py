@@ -32,9 +32,9 @@ class _Call:
 class Turn:
     """Lets one call of any thread in at a time; the call has the turn until it gives it back or ends.
 
-    Ctrl-C may come between taking a lock and the `try` that would release it, or inside `__exit__`; a usual
-    lock then stays taken for ever. Here the holder is identified by its frame: a frame that no longer
-    executes holds nothing. Taking the turn is one store in a dict, which no interrupt can split.
+    Ctrl-C may come between taking a lock and the `try` that would release it, or inside `__exit__`; an
+    ordinary lock then stays taken for ever. Here the holder is identified by its frame: a frame that no
+    longer executes holds nothing. Taking the turn is one store in a dict, which no interrupt can split.
     """
 
     def __init__(self) -> None:

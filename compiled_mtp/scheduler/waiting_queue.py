@@ -15,8 +15,8 @@ class WaitingQueue:
     """Requests without a slot: new ones, preempted ones to be replayed, and offloaded ones.
 
     They are admitted by `ScheduledRequest.rank`. Where priorities differ, every eighth admission goes to the
-    request that arrived first; it keeps the best rank to its end, so that it is not preempted again. A
-    request that n others precede by arrival waits for about 8 n admissions at most, whatever its priority.
+    request that arrived first, which keeps the best rank to its end and is not preempted again. A request
+    that arrived after n others waits for at most about 8 n admissions, whatever its priority.
     """
 
     def __init__(self) -> None:

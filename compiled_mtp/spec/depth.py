@@ -1,8 +1,8 @@
-"""How many tokens to draft in the next round: the depth that is expected to give the most tokens a second.
+"""Chooses how many tokens the next round drafts: the depth with the most expected tokens per second.
 
-A depth costs time (a wider verify, more draft passes) and pays by the drafts that are kept. Both are learnt
-while the engine runs: a round's time by (depth, bucket, context class), and the tokens that a round of each
-depth would give (`gains.py`). No token depends on it, whatever it chooses. Pure Python.
+A depth costs time (a wider verify, more draft passes) and gains the drafts that are kept. The controller
+learns both while the engine runs: a round's time by (depth, bucket, context class), and the tokens that a
+round of each depth would give (`gains.py`). The depth changes no token. Pure Python.
 """
 
 from __future__ import annotations
@@ -14,52 +14,53 @@ from typing import Literal, TypeAlias
 from compiled_mtp.spec.gains import Gains
 
 Reason: TypeAlias = Literal["best", "probe", "retry", "only"]
-"""Why a round has its depth: it promises most, it is to show what drafts are worth, its time is to be
-measured again, no other is ready."""
+"""Why a round has its depth: the most expected tokens per second; a probe of how often drafts are kept; a
+retry that measures its time again; no other depth is ready."""
 
-# Of so many times of a depth the least counts: a neighbour of the machine, or what a first round makes ready,
-# only ever holds a round up. Before as many were taken the depth is said to be a little faster than it is
-# estimated to be, so that it is tried where that could pay; but if its rounds cannot be timed, only for as
-# many comparisons.
+# A measurement is the least of _TRIES times of a depth, because other load and the work of a first round only
+# ever slow a round down. Until the first measurement is complete, the estimated time is multiplied by _HOPE,
+# so that a depth is tried where that could pay; if its rounds cannot be timed, for _MOST_HOPES comparisons.
 _TRIES, _HOPE, _MOST_HOPES = 3, 0.93, 4
-# A new measurement's share in the time of the depth in use, the most by which it may seem slower, and its
-# share if it is slower than what was known of a depth that was not in use: if it is faster, that was wrong.
+# The weight of a new measurement in the time of the depth in use, and the largest slowdown that counts of it.
+# The weight of a slower measurement of another depth. A faster one replaces that depth's time, which was
+# wrong.
 _SHARE, _MOST_RISE, _RETRIED_SHARE = 0.3, 1.3, 0.5
-# Of a change in the time of the depth in use, the part that is taken to be one of all depths; and of how many
-# measurements it is none, once a depth has come into use: it may have, since its time was wrong.
+# The part of a change in the time of the depth in use that is applied to all depths too; and the number of
+# measurements after a switch of depth that change its own time alone, because that may have been wrong.
 _COMMON, _OWN_MEASUREMENTS = 0.5, 5
 # The most measurements that count in the weight of a depth's time.
 _MOST_COUNT = 6
-# The weight, in measurements, of a straight line through the times of all depths beside a depth's own; that
-# of the slope such lines have had, in measurements times the square of a distance in depth.
+# Weights of a straight line fitted to the times of all depths: of the line beside a depth's own time, in
+# measurements; of the usual slope in the fit, in measurements times a squared distance in depth.
 _LINE_WEIGHT, _SLOPE_WEIGHT = 1.0, 7.0
-# What one more draft adds to a round, as a part of one without drafts: before anything is measured, and the
-# least that is ever expected.
+# The time that one more draft adds, as a fraction of a round without drafts: before anything is measured, and
+# the least that a fit may give.
 _USUAL_SLOPE, _LEAST_SLOPE = 0.12, 0.02
-# Another depth is taken only if it promises this much more: two that are as good would alternate.
+# Another depth must be expected to be this much faster: two equal ones would alternate.
 _MARGIN = 1.01
-# What was recorded is taken in, and the depths are compared, once in so many rounds: of the first ones, when
-# most is learnt, of later ones, for the host's sake, and while a depth's time is not believed yet.
+# Depths are compared once per _EARLY_HELD_ROUNDS in the first _FIRST_ROUNDS, when most is learnt; then once
+# per _HELD_ROUNDS, to save host time; and once per _TRIED_ROUNDS while the chosen depth has no measurement.
 _FIRST_ROUNDS, _EARLY_HELD_ROUNDS, _HELD_ROUNDS, _TRIED_ROUNDS = 128, 8, 24, 2
-# A probe is two rounds, since the first has no drafts to verify; the interval between two doubles.
+# A probe is two rounds, because the first has no drafts to verify; the interval between probes doubles up to
+# _LAST_PROBE rounds, and probes are at most the part _MOST_PROBES of all rounds.
 _PROBE_ROUNDS = 2
 _FIRST_PROBE, _LAST_PROBE = 16, 1024
 _MOST_PROBES = 0.01
-# A retry is as many rounds as are taken in together; every interval between two is so many times the last.
+# A retry lasts for one measurement; each interval between retries is _RETRY_GROWTH times the last.
 _RETRY_ROUNDS = _TRIES
 _FIRST_RETRY, _LAST_RETRY, _RETRY_GROWTH = 32, 1024, 4
-# What retries may lose, in rounds of the chosen depth, is a share of all rounds and some at the start, when
-# most is to be learnt. A time far too long would never be measured again, were its loss not bounded.
+# What retries may lose, in rounds of the chosen depth: a part of all rounds, and _EARLY_LOST at the start,
+# when most is learnt. The loss per round is capped, else a time measured far too long would never be retried.
 _MOST_LOST, _EARLY_LOST, _LARGEST_LOSS = 0.01, 1.0, 0.5
 
 
 class _Time:
-    """Seconds of a round, infinite before one was timed, by measurements: the least of several times each.
+    """Seconds of a round by measurements, each the least of _TRIES times; infinite before the first time.
 
-    count: how many measurements count in it, at the least 1; tries: how many of the times of the first one
-    were taken; least, number: of the times of the one that is being made; hopes: for how many comparisons
-    more the depth may be chosen in the hope that it is faster than estimated; at: the round of the last
-    time."""
+    count: the measurements that count, at least 1. tries: how many times of the first measurement were taken.
+    least, number: the least and the number of the times of the current measurement. hopes: the comparisons
+    that may still take the depth as faster than estimated. at: the round of the last time.
+    """
 
     __slots__ = ("at", "count", "hopes", "least", "number", "seconds", "tries")
 
@@ -69,18 +70,18 @@ class _Time:
         self.hopes, self.at = _MOST_HOPES, 0
 
     def begin(self) -> None:
-        """Count one more of the first times."""
+        """Take the current times as the first measurement, complete or not."""
         self.tries, self.seconds = self.number, self.least
         if self.tries == _TRIES:
             self.least, self.number = math.inf, 0
 
     def begin_anew(self) -> None:
-        """Drop what is there of a measurement: its times are older than those to come."""
+        """Drop the times of an incomplete measurement: they are too old to be compared with new ones."""
         if self.tries >= _TRIES:
             self.least, self.number = math.inf, 0
 
     def take_in(self, *, is_in_use: bool) -> float:
-        """Count the measurement that is complete; by what it changes what was known."""
+        """Count a complete measurement; return the factor by which it changes the time."""
         new, known = self.least, self.seconds
         self.least, self.number = math.inf, 0
         self.count = min(self.count + 1, _MOST_COUNT)
@@ -92,32 +93,32 @@ class _Time:
 
 
 _Class: TypeAlias = tuple[Hashable, int]
-"""Rounds whose times compare: bucket, and class of the contexts' length."""
+"""Rounds with comparable times: bucket and context class."""
 
 
 def context_class(tokens: int) -> int:
-    """The class of a context's length: 0 up to 4,096 tokens, one more for each doubling."""
+    """Return the class of a context length: 0 up to 4,096 tokens, one more for each doubling."""
     return max(0, (tokens - 1) // 4096).bit_length()
 
 
 def context_span(tokens: int) -> tuple[int, int]:
-    """The lengths of a context's class: above the first, up to the second."""
+    """Return the bounds of the length's class: lengths above the first number, up to the second."""
     most = 4096 << context_class(tokens)
     return (most // 2 if most > 4096 else -1), most
 
 
 def first_depth(depths: Iterable[int]) -> int:
-    """The depth to begin with: the middle one of those that draft."""
+    """Return the depth to begin with: the middle one of those above 0."""
     ordered = sorted(depths)
     drafting = [depth for depth in ordered if depth] or ordered
     return drafting[len(drafting) // 2]
 
 
-def _waiting_queue(times: Iterable[tuple[int, float, int]], usual: float) -> tuple[float, float]:
-    """Seconds at depth 0 and of one more draft, by the straight line nearest to the times, by their weights.
+def _fit_line(times: Iterable[tuple[int, float, int]], usual: float) -> tuple[float, float]:
+    """Fit a straight line to weighted times; return the seconds at depth 0 and of one more draft.
 
-    times: depths, their seconds and weights, at least one. usual: what a draft adds to a round without
-    drafts, as a part of it, where the times say little of that.
+    times: (depth, seconds, weight), at least one. usual: the prior slope, as a fraction of the time at depth
+    0.
     """
     weight = sum_x = sum_y = sum_xx = sum_xy = 0.0
     for depth, seconds, count in times:
@@ -128,15 +129,17 @@ def _waiting_queue(times: Iterable[tuple[int, float, int]], usual: float) -> tup
         sum_xy += count * depth * seconds
     x, y = sum_x / weight, sum_y / weight
     slope = sum_xy - x * sum_y + _SLOPE_WEIGHT * usual * y / (1 + usual * x)
-    # Never so steep that a round without drafts would take no time.
+    # The upper bound keeps the time at depth 0 from becoming negative.
     least, most = _LEAST_SLOPE * y / (1 + _LEAST_SLOPE * x), y / (1 + x)
     slope = min(max(slope / (sum_xx - x * sum_x + _SLOPE_WEIGHT), least), most)
     return y - slope * x, slope
 
 
 def _believed(times: Mapping[int, _Time]) -> list[tuple[int, float, int]]:
-    """Depths, the deepest first, with their seconds and weights: those that are believed, or if there is
-    none, those that there are. Fewer drafts never take longer: a time that says so was measured wrongly."""
+    """Return (depth, seconds, weight) of measured depths, deepest first; without any, of all that were timed.
+
+    Fewer drafts never take longer: such a time was measured wrongly and is lowered to the deeper one's.
+    """
     found, most = [], math.inf
     for depth in sorted(times, reverse=True):
         known = times[depth]
@@ -148,29 +151,29 @@ def _believed(times: Mapping[int, _Time]) -> list[tuple[int, float, int]]:
 
 
 class DepthController:
-    """Chooses one depth a round for the whole batch, from `depths` that are ready to run.
+    """Chooses one depth per round for the whole batch, from `depths` that are ready to run.
 
-    A round's time at a depth that was not timed is estimated from its neighbours; the depth is tried where it
-    could pay, and measured. Raises ValueError for no depth or a negative one.
+    The time of a depth that was not timed is estimated from the other depths; the depth is tried, and timed,
+    where that could pay. Raises ValueError for no depth or a negative one.
     """
 
     def __init__(self, depths: Iterable[int]) -> None:
         self.depths = tuple(sorted(set(depths)))
         if not self.depths or self.depths[0] < 0:
-            raise ValueError(f"depths must be numbers from 0 on, at least one, got {self.depths}; name some")
+            raise ValueError(f"depths must be numbers of at least 0, got {self.depths}; name some")
         self._gains = Gains(self.depths)
         self._times: dict[_Class, dict[int, _Time]] = {}
         self._usual_slope = _USUAL_SLOPE
-        # The tokens of rounds that are not yet taken in, by their number of drafts.
+        # The tokens of recorded rounds that were not learnt from yet, by number of drafts.
         self._rounds_of: dict[int, list[Sequence[Sequence[int]]]] = {}
         self._held = 0
-        # Where rounds are now, and the times that were taken there.
-        self._place: _Class | None = None
+        # The class of the current rounds, and its times by depth.
+        self._class: _Class | None = None
         self._times_here: dict[int, _Time] = {}
-        # The depth that promises most, and the neighbour that rounds have instead while it is retried.
+        # The best depth, and the neighbour that the rounds of a retry have instead.
         self.depth = first_depth(self.depths)
         self._retried: int | None = None
-        # Of the depth in use, the measurements to come that change its time alone.
+        # How many more measurements of the depth in use change its time alone.
         self._own_left = 0
         self.reason: Reason = "best"
         self._rounds = self._since_draft = self._probe_left = 0
@@ -186,18 +189,21 @@ class DepthController:
         self._held = 0
 
     def record_round(self, num_drafts: int, token_ids: Sequence[Sequence[int]]) -> None:
-        """Count a round that verified `num_drafts` drafts of each request and gave it these tokens: those
-        that were kept and one more; none for a request that is not to be counted."""
+        """Record a round that verified `num_drafts` drafts per request.
+
+        token_ids: the new tokens of each request, the accepted drafts and one more; none for a request that
+        does not count.
+        """
         rounds = self._rounds_of.get(num_drafts)
         if rounds is None:
             rounds = self._rounds_of[num_drafts] = []
         rounds.append(token_ids)
 
     def record_time(self, depth: int, bucket: Hashable, context: int, seconds: float) -> None:
-        """Take the time of a round that verified and drafted at `depth`, with no other launch beside it."""
-        place = (bucket, context)
-        # Of the same place as the last comparison, nearly always: comparing is quicker than looking up.
-        times = self._times_here if place == self._place else self._times.setdefault(place, {})
+        """Record the time of a round at `depth` during which no other launch ran."""
+        round_class = (bucket, context)
+        # Nearly always the class of the last comparison: an equality test is faster than a lookup.
+        times = self._times_here if round_class == self._class else self._times.setdefault(round_class, {})
         known = times.get(depth)
         if known is None:
             known = times[depth] = _Time()
@@ -219,35 +225,35 @@ class DepthController:
                         other.seconds *= common
 
     def choose(self, bucket: Hashable, context: int) -> int:
-        """The depth of the next round, for a batch in `bucket` whose contexts are of that class."""
+        """Return the depth of the next round, for a batch in `bucket` with contexts of that class."""
         self._rounds += 1
-        place = (bucket, context)
-        if self._held and place == self._place:
+        round_class = (bucket, context)
+        if self._held and round_class == self._class:
             self._held -= 1
         else:
-            self._place, self._times_here = place, self._times.setdefault(place, {})
+            self._class, self._times_here = round_class, self._times.setdefault(round_class, {})
             self._learn()
-            self._held = self._compare(place) - 1
+            self._held = self._compare(round_class) - 1
         if self._retried is not None:
             self.num_retries += 1
             return self._retried
         return self._probe() if not self.depth and self.reason != "only" else self.depth
 
     def _learn(self) -> None:
-        """Take in what was recorded."""
+        """Learn the gains from the recorded rounds."""
         for num_drafts, rounds in self._rounds_of.items():
             if rounds:
                 self._gains.learn(num_drafts, rounds)
                 rounds.clear()
 
-    def _compare(self, place: _Class) -> int:
-        """Go over to the depth that promises most, or retry another; for how many rounds."""
+    def _compare(self, round_class: _Class) -> int:
+        """Switch to the best depth, or retry another one; return for how many rounds."""
         self._retried, times = None, self._times_here
         if len(self.depths) == 1:
             self.depth, self.reason = self.depths[0], "only"
             return self._held_rounds()
         self.reason = "best"
-        speeds = self.speeds(*place)
+        speeds = self.speeds(*round_class)
         best = self.depth
         most = speeds[best] * _MARGIN
         for depth, speed in speeds.items():
@@ -269,17 +275,20 @@ class DepthController:
             known.hopes -= 1
             return _TRIED_ROUNDS
         if best and self._rounds >= self._retry_at:
-            return self._retry(place, speeds)
+            return self._retry(round_class, speeds)
         return self._held_rounds()
 
     def _held_rounds(self) -> int:
-        """For how many rounds a depth is kept that promises most."""
+        """Return for how many rounds the best depth is kept."""
         return _HELD_ROUNDS if self._rounds > _FIRST_ROUNDS else _EARLY_HELD_ROUNDS
 
-    def _retry(self, place: _Class, speeds: Mapping[int, float]) -> int:
-        """Let the next rounds have the neighbour of the chosen depth that was not timed for longest, if that
-        does not cost too much: a time that was measured wrongly would never be measured again."""
-        at, times = self.depths.index(self.depth), self._times[place]
+    def _retry(self, round_class: _Class, speeds: Mapping[int, float]) -> int:
+        """Retry the neighbour of the chosen depth that was timed longest ago, if the loss is small enough.
+
+        Without retries a depth whose time was measured too long would never be timed again. Returns for how
+        many rounds.
+        """
+        at, times = self.depths.index(self.depth), self._times[round_class]
         neighbours = self.depths[max(at - 1, 0) : at] + self.depths[at + 1 : at + 2]
         other = min(neighbours, key=lambda depth: times[depth].at if depth in times else -1)
         loss = _RETRY_ROUNDS * min(max(1 - speeds[other] / speeds[self.depth], 0.0), _LARGEST_LOSS)
@@ -295,15 +304,17 @@ class DepthController:
         return _RETRY_ROUNDS
 
     def speeds(self, bucket: Hashable, context: int) -> dict[int, float]:
-        """Of each depth the tokens a second that one request is expected to gain in a bucket and class of
-        contexts; 0 while no time is known."""
+        """Return the expected tokens per second of one request at each depth, in a bucket and context class.
+
+        All 0 while no time is known.
+        """
         here = self._times.get((bucket, context), {})
         times = _believed(here)
         believed_s = {depth: (seconds, count) for depth, seconds, count in times}
         times = times or self._nearest((bucket, context))
         if not times:
             return dict.fromkeys(self.depths, 0.0)
-        base, slope = _waiting_queue(times, self._usual_slope)
+        base, slope = _fit_line(times, self._usual_slope)
         if len(times) > 1:
             self._usual_slope = slope / base
         speeds = {}
@@ -319,10 +330,11 @@ class DepthController:
             speeds[depth] = total / seconds
         return speeds
 
-    def _nearest(self, place: _Class) -> list[tuple[int, float, int]]:
-        """The times of the class that is most like one where nothing was timed: of the same bucket if there
-        is one, at the least distance in context, and of the latest."""
-        bucket, context = place
+    def _nearest(self, round_class: _Class) -> list[tuple[int, float, int]]:
+        """Return the times of the class nearest to one without times: of the same bucket if there is one,
+        then of the nearest context class, then of the latest.
+        """
+        bucket, context = round_class
         timed = [one for one, times in self._times.items() if any(known.tries for known in times.values())]
         if not timed:
             return []
@@ -330,8 +342,11 @@ class DepthController:
         return _believed(self._times[nearest])
 
     def _probe(self) -> int:
-        """0, or now and then the shallowest depth that drafts: at depth 0 nothing else tells what drafts are
-        worth. No more than one round in a hundred is spent."""
+        """Return 0, or now and then the smallest depth above 0.
+
+        At depth 0 only such probes show how often drafts would be kept. At most one round in a hundred is
+        one.
+        """
         self._since_draft += 1
         self.reason = "best"
         if not self._probe_left:

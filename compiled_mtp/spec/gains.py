@@ -1,9 +1,10 @@
-"""How many tokens a round of each depth would give, learnt from rounds of the depths that ran.
+"""Estimates how many tokens a round of each depth would give, from rounds of the depths that ran.
 
-Two estimates are put together. One counts how often each draft is kept, by its number; where drafts fail then
-depends on where rounds begin, and so on the depth that ran. The other replays the text: a token that was
-drafted rightly would have been from another beginning too, and one at which a draft failed would have failed,
-so the rounds that every depth would have had can be counted. No token depends on it. Pure Python.
+Two estimates are combined. The first counts how often each draft is kept, by its number in the round; it
+depends on where rounds began, and so on the depth that ran. The second replays the text. It assumes that a
+token which was drafted correctly, or wrongly, would have been so from any other start of the round. So it
+can count the rounds that each depth would have needed for the same tokens. No token depends on it. Pure
+Python.
 """
 
 from __future__ import annotations
@@ -11,50 +12,53 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# A round's weight halves after so many rounds of one request, in the drafts' numbers and in the replayed
-# text: long enough for a steady text, short enough to follow one that changes every few hundred tokens. With
-# more requests it halves after as many more of their rounds as the square root of their number.
+# A round's weight halves after this many rounds of one request, in the counts by draft number and in the
+# replayed text: long enough for a steady text, short enough to follow one that changes every few hundred
+# tokens. With n requests the number of requests' rounds is sqrt(n) times as large.
 _FAST_ROUNDS, _REPLAYED_ROUNDS = 24.0, 48.0
-# The same, in observations, for what has been seen so far; and its weight beside what was seen lately.
+# The half-life, in observations, of the long-run counts; and their weight beside the recent counts.
 _SLOW_ROUNDS, _SLOW_WEIGHT = 1000.0, 6.0
-# The rate that an untried draft is taken to have, and its weight: a try costs little, never trying may cost
-# a lot.
+# The assumed rate of an untried draft, and its weight. It is high, because a try costs little and never
+# trying may cost a lot.
 _UNTRIED, _BELIEF_WEIGHT = 0.8, 8.0
-# Of what is taken in at once, requests times rounds, the latest that count: what is older hardly would.
+# The most requests times rounds that one call counts, the latest; older ones would hardly weigh.
 _MOST_SEEN = 96
-# The first requests of a batch are replayed, and so many of their rounds at once, to save the host's time.
+# The most requests of a batch, and of their rounds per call, that are replayed, to save host time.
 _REPLAYED, _MOST_REPLAYED = 4, 32
-# The weight, in rounds, of what the drafts' numbers foretell beside what was replayed.
-_FORETOLD_WEIGHT = 24.0
+# The weight, in rounds, of the estimate by draft number beside the replayed one.
+_BY_NUMBER_WEIGHT = 24.0
 
 
 class Gains:
-    """What drafts give at each of the `depths`, ascending: learnt from rounds, foretold for all."""
+    """Estimates the tokens per round at each of `depths`, ascending, from the rounds that ran."""
 
     def __init__(self, depths: Sequence[int]) -> None:
-        # By the number of the draft: how often it was tried and kept, lately and in the long run.
+        # [kept, tried] counts by the number of the draft, recent and in the long run.
         self._fast: list[list[float]] = []
         self._slow: list[list[float]] = []
         self.use(depths)
 
     def use(self, depths: Sequence[int]) -> None:
-        """Foretell these depths from now on."""
+        """Estimate these depths from now on."""
         self._depths = depths
         missing = range(depths[-1] - len(self._fast))
         self._fast += [[0.0, 0.0] for _ in missing]
         self._slow += [[0.0, 0.0] for _ in missing]
-        # Of the replayed text: its tokens, and by depth the rounds that ended and the tokens of each
-        # request's open one.
+        # The replayed text: its tokens, the ended rounds by depth, and the tokens of each request's open
+        # round by depth.
         self._tokens = 0.0
         self._ended = [0.0 for depth in depths if depth]
         self._open = [[0 for depth in depths if depth] for _ in range(_REPLAYED)]
-        # By how much fewer of the tokens behind whole rounds were taken to be hard than are believed to be.
+        # Expected number of hard tokens among those after fully kept rounds, less those already taken as
+        # hard.
         self._owed = 0.0
 
     def learn(self, num_drafts: int, rounds: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Take in rounds, at least one, that verified `num_drafts` drafts of each request: their tokens."""
+        """Learn from the tokens of at least one round, each of which verified `num_drafts` drafts per
+        request.
+        """
         requests = len(rounds[-1]) or 1
-        # What was seen lately of drafts that were not tried is less and less of late.
+        # Recent counts of drafts that were not tried fade too.
         fade = 0.5 ** (len(rounds) / _FAST_ROUNDS)
         for fast in self._fast[num_drafts:]:
             fast[:] = fast[0] * fade, fast[1] * fade
@@ -66,7 +70,8 @@ class Gains:
         late = rounds[-(_MOST_SEEN // requests or 1) :]
         lengths = bytes([len(new) for token_ids in late for new in token_ids])
         seen = len(lengths) - lengths.count(0)
-        # More tokens than num_drafts + 1: what stood where a draft was missing was right.
+        # A request may have more than num_drafts + 1 tokens: the id 0 in the place of a missing draft was
+        # right.
         fast_rounds = _FAST_ROUNDS * math.sqrt(requests)
         for index in range(num_drafts):
             kept = seen - lengths.count(index + 1)
@@ -77,9 +82,10 @@ class Gains:
         self._replay(num_drafts, rounds)
 
     def _replay(self, num_drafts: int, rounds: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Count the rounds that each depth would have had for the tokens of these."""
+        """Count the rounds that each depth would have needed for the tokens of these rounds."""
         requests = min(_REPLAYED, min(map(len, rounds)))
-        # The token behind a round whose drafts were all kept is right as often as the next draft is kept.
+        # The token after a round that kept all drafts counts as drafted correctly as often as the next draft
+        # is kept; `hard` is the rate at which it does not.
         hard = 1 - self._rates()[: num_drafts + 1][-1]
         ended, owed, tokens = self._ended, self._owed, 0
         widths = [depth + 1 for depth in self._depths if depth]
@@ -96,7 +102,7 @@ class Gains:
                     owed -= 1.0
                 elif not length:
                     continue
-                # The last token is hard: it ends a round of every depth.
+                # The last token is hard, which means that it ends a round of every depth.
                 for index, width in enumerate(widths):
                     ended[index] += (kept[index] + right - 1) // width + 1
                     kept[index] = 0
@@ -108,7 +114,7 @@ class Gains:
         self._owed = owed
 
     def _rates(self) -> list[float]:
-        """How often each draft is kept, given that those before it were."""
+        """Return how often each draft is kept, given that those before it were."""
         found, rate = [], _UNTRIED
         for (kept, seen), (all_kept, all_seen) in zip(self._fast, self._slow, strict=True):
             long_run = (all_kept + _BELIEF_WEIGHT * rate) / (all_seen + _BELIEF_WEIGHT)
@@ -117,16 +123,16 @@ class Gains:
         return found
 
     def tokens(self) -> list[float]:
-        """Of each depth the tokens that a round is expected to give one request."""
+        """Return the tokens that a round of each depth is expected to give one request."""
         total = reached = 1.0
-        foretold = [total]
+        by_number = [total]
         for rate in self._rates():
             reached *= rate
             total += reached
-            foretold.append(total)
+            by_number.append(total)
         ended = iter(self._ended)
         return [
-            (self._tokens + _FORETOLD_WEIGHT * foretold[depth]) / (next(ended) + _FORETOLD_WEIGHT)
+            (self._tokens + _BY_NUMBER_WEIGHT * by_number[depth]) / (next(ended) + _BY_NUMBER_WEIGHT)
             if depth
             else 1.0
             for depth in self._depths

@@ -1,4 +1,4 @@
-"""The depth controller beside the engine: asked when a round is planned, told what came of it. No torch."""
+"""Connects the depth controller with the engine: chooses depths, times rounds and records them. No torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from compiled_mtp.plan import Copy, Draft, StepPlan, StepResult
 from compiled_mtp.spec.depth import DepthController, Reason, context_class, context_span
 
-_NOBODY: frozenset[int] = frozenset()
+_NO_SLOTS: frozenset[int] = frozenset()
 _REASONS: tuple[Reason, ...] = ("best", "probe", "retry", "only")
 
 
 class DepthPolicy:
-    """One depth a round for the batch, and how many rounds had which for what reason.
+    """Chooses one depth per round for the batch, and counts rounds by depth and reason.
 
-    depths: those that are ready; sizes: the numbers of requests that compiled rounds hold, ascending. A
-    round's time runs from its launch, or from the result before it if that came later, to its own result:
-    with a launch in flight the device goes from one to the next without a pause. If that launch is no round,
-    the time is not taken: a prompt's chunk may keep the host for longer than the device has the round. Behind
-    a result that was read late it runs from the launch unless its own is late too: a time may be too long,
-    never too short.
-    `clock` gives seconds. For the thread that steps; `rounds` may be called by any.
+    depths: those that are ready; sizes: the numbers of requests of the compiled buckets, ascending; clock:
+    returns seconds. A round's time ends at its result. It begins at its launch, or at the previous result if
+    that came later, because with a launch in flight the device runs one after the other without a pause. If
+    the launch in flight is not a round, the time is dropped: a prompt chunk may occupy the host for longer
+    than the device runs the round. After a result that was read late, the time begins at the launch unless
+    its own result is late too: a time may be too long, never too short. For the thread that steps; any thread
+    may call `rounds`.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class DepthPolicy:
         self.controller = DepthController(depths)
         self._sizes = sizes
         self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
-        # The class of the contexts' length, and the lengths that have it: above the first, up to the second.
+        # The current context class, and its bounds: lengths above the first, up to the second.
         self._context, self._context_span = 0, (-1, 0)
-        # Of each number of requests, in whole rounds and in halves; and of the last round that was planned.
+        # Buckets by (number of requests, is_two_phase); and those of the last planned round.
         self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
         self._planned, self._planned_bucket = (0, False), (0, False)
         self._launched_s: dict[int, float] = {}
-        # The number of the last launch that was no round.
+        # The step id of the last launch that was not part of a round.
         self._other_step_id = -1
-        # When a result was read last, and whether late; of a round whose first half was, when that began, and
-        # who is replayed.
+        # When the last result was read, and whether late. For a round whose verify was read: the step id of
+        # its accept, when the verify began, and the replayed slots.
         self._last_s, self._is_late = 0.0, False
-        self._half: tuple[int, float, frozenset[int]] | None = None
+        self._open_verify: tuple[int, float, frozenset[int]] | None = None
 
     def add_depth(self, depth: int) -> None:
         """Take one more depth, whose programs have become ready."""
@@ -51,7 +51,7 @@ class DepthPolicy:
         self.controller.add_depth(depth)
 
     def choose(self, num_requests: int, context_tokens: int, is_two_phase: bool) -> int:
-        """The depth of the next round; with no requests, of the first tokens before it."""
+        """Return the depth of the next round; with 0 requests, that of the first tokens before it."""
         controller = self.controller
         if not num_requests:
             return controller.depth
@@ -66,37 +66,38 @@ class DepthPolicy:
         return depth
 
     def launch(self, plan: StepPlan) -> None:
-        """`plan` is about to be launched."""
+        """Note that `plan` is about to be launched."""
         if plan.kind in ("decode", "verify"):
             self._launched_s[plan.step_id] = self._clock()
         elif plan.kind != "accept":
             self._other_step_id = plan.step_id
 
     def read(self, result: StepResult) -> None:
-        """Learn from a result that has come right now."""
+        """Record a result, which was read just now."""
         plan, now_s = result.plan, self._clock()
         begin_s = self._launched_s.pop(plan.step_id, now_s)
         if begin_s < self._last_s and not (self._is_late and (plan.kind == "verify" or not result.is_late)):
             begin_s = self._last_s
-        half, self._half, self._last_s, self._is_late = self._half, None, now_s, result.is_late
+        opened, self._open_verify = self._open_verify, None
+        self._last_s, self._is_late = now_s, result.is_late
         if result.error is not None:
             return
-        replayed = _replayed(plan) if plan.moves else _NOBODY
-        # The usual kind is asked for first.
+        replayed = _replayed(plan) if plan.moves else _NO_SLOTS
+        # The most frequent kind is tested first.
         if plan.kind != "decode":
             if plan.kind == "verify":
-                self._half = (plan.step_id + 1, begin_s, replayed)
+                self._open_verify = (plan.step_id + 1, begin_s, replayed)
             if plan.kind != "accept":
                 return
-            # With a chunk between the halves the time is not the round's.
-            is_next = half is not None and half[0] == plan.step_id
-            begin_s, replayed = half[1:] if half is not None and is_next else (now_s, replayed)
+            # With a prompt chunk between the two phases, the time is not the round's.
+            is_next = opened is not None and opened[0] == plan.step_id
+            begin_s, replayed = opened[1:] if opened is not None and is_next else (now_s, replayed)
         token_ids = result.token_ids
         if replayed:
             rows = zip(plan.slots, token_ids, strict=True)
             token_ids = [new for slot, new in rows if slot not in replayed]
         self.controller.record_round(plan.num_drafts, token_ids)
-        # Most plans have neither.
+        # Most plans have neither moves nor a catch-up, so the call is avoided.
         if (plan.moves or plan.catches_up) and _is_disturbed(plan):
             return
         if now_s > begin_s and self._other_step_id < plan.step_id:
@@ -105,16 +106,16 @@ class DepthPolicy:
             self.controller.record_time(plan.shape.verify, bucket, self._context, now_s - begin_s)
 
     def forget_launches(self) -> None:
-        """Launches were dropped: their results will not come."""
+        """Forget launches that were dropped: they have no results."""
         self._launched_s.clear()
-        self._half = None
+        self._open_verify = None
 
     def rounds(self) -> Mapping[int, Mapping[Reason, int]]:
-        """Rounds by depth and reason."""
+        """Return the rounds by depth and reason."""
         return {depth: dict(counts) for depth, counts in self._counts.items()}
 
     def _bucket(self, batch: tuple[int, bool]) -> tuple[int, bool]:
-        """Of a number of requests, in a whole round or in halves."""
+        """Return the bucket of (number of requests, is_two_phase)."""
         bucket = self._buckets.get(batch)
         if bucket is None:
             size = self._sizes[bisect_left(self._sizes, batch[0])]
@@ -123,12 +124,12 @@ class DepthPolicy:
 
 
 def _replayed(plan: StepPlan) -> frozenset[int]:
-    """The slots whose drafts are tokens that they had before: that these are right says nothing."""
+    """Return the replayed slots: their drafts are known tokens, whose acceptance shows nothing."""
     return frozenset(move.slot for move in plan.moves if isinstance(move, Draft))
 
 
 def _is_disturbed(plan: StepPlan) -> bool:
-    """Whether something else than the round took time."""
+    """Whether something other than the round took device time."""
     if any(isinstance(move, Copy) for move in plan.moves):
         return True
     return plan.catches_up and plan.shape.verify > 0

@@ -1,7 +1,7 @@
 """How well drafting works: ratios over the metrics of requests. Pure Python.
 
-Counted are verify rounds alone: the token that prefill emits is not theirs, and tokens that a stop cut off
-count nowhere.
+Only verify rounds count: the token that prefill emits is not one of theirs, and tokens that a stop cut off do
+not count.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from compiled_mtp.request import RequestMetrics
 class SpeculationStats:
     """Sums over the verify rounds of any number of requests, and the ratios that follow.
 
-    round_tokens are the tokens that rounds emitted; accepted_by_index[i] the rounds that kept draft i + 1,
-    drafted_by_index[i] those that had one. A ratio without a draft or a round is 0.
+    round_tokens: the tokens that rounds emitted. accepted_by_index[i]: the rounds that kept draft i + 1;
+    drafted_by_index[i]: those that had one. A ratio without a draft or a round is 0.
     """
 
     rounds: int
@@ -43,7 +43,7 @@ class SpeculationStats:
 
     @property
     def mean_new_tokens(self) -> float:
-        """Tokens a verify round emitted: 1 to mtp_step + 1, less what stops cut off."""
+        """Mean tokens per verify round: 1 to mtp_step + 1, less what stops cut off."""
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property

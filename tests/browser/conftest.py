@@ -42,7 +42,7 @@ def driver() -> Iterator[Any]:
 def page(driver: Any) -> Iterator[Page]:
     found = Page(driver)
     yield found
-    # What the policy refuses, and every error of ours, is written there. Answers that are errors are too.
+    # The browser logs refusals of the policy, our errors, and HTTP errors here.
     logged = [one for one in driver.get_log("browser") if "Failed to load resource" not in one["message"]]
     assert logged == []
     set_window(driver, SIZE)

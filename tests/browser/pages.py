@@ -1,4 +1,4 @@
-"""A page in headless Chromium: what a user does, and sees; and what may stand between it and its server."""
+"""A page in headless Chromium: a user's actions, what the page shows, and a proxy before its server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 from tests.server.serving import Running
 
 SIZE = (1280, 800)
-# selenium is no package of `make test`, which collects this file too.
+# selenium is not installed for `make test`, which collects this file too.
 SHIFT, ENTER, ESCAPE, TAB, LEFT, RIGHT, END, SPACE = (
     *("\ue008", "\ue007", "\ue00c", "\ue004"),
     *("\ue012", "\ue014", "\ue010", "\ue00d"),
@@ -22,7 +22,7 @@ SHIFT, ENTER, ESCAPE, TAB, LEFT, RIGHT, END, SPACE = (
 
 
 class Page:
-    """What a user does, and sees."""
+    """A user's actions, and what the page shows."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -61,7 +61,7 @@ class Page:
         )
 
     def press(self, *keys: str) -> None:
-        """Keys go to whatever has the focus."""
+        """Keys go to the focused element."""
         self.driver.switch_to.active_element.send_keys("".join(keys))
 
     def focused(self) -> str:
@@ -90,7 +90,7 @@ class Page:
 
 
 def cut(page: Page, *events: str) -> None:
-    """Have the next requests answered by these events, and by nothing after them."""
+    """Answer the next requests with these events, and send nothing after them."""
     page.run(
         """
         window.theirs ??= window.fetch;
@@ -106,7 +106,7 @@ def cut(page: Page, *events: str) -> None:
 
 @contextmanager
 def below(prefix: str, server: Running) -> Iterator[str]:
-    """A proxy that has the server below `prefix`, which it takes off, and nothing else."""
+    """A proxy that serves the server below `prefix`, which it strips."""
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

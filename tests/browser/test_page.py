@@ -1,4 +1,4 @@
-"""The page in headless Chromium: what is typed, what is shown, and that it agrees with the engine."""
+"""The page in headless Chromium: input, output, and agreement with the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def accepted_by_index(server: Running) -> list[int]:
 
 def test_colours_agree_with_the_counts_of_the_engine(page: Page, real: Running) -> None:
     page.open(real)
-    # The checkpoint that ships was taught no conversation.
+    # The default checkpoint was not trained on conversations.
     assert page.run("return document.querySelector('input[name=mode]:checked').value") == "text"
     page.set(temperature="0.4", seed="3", max_tokens="60")
     before = accepted_by_index(real)
@@ -44,7 +44,7 @@ def test_colours_agree_with_the_counts_of_the_engine(page: Page, real: Running) 
     assert page.texts("#chart .value") == percents
     num_rounds = page.count("#rounds li") - 1
     assert page.text("#per-round") == f"{59 / num_rounds:.2f}"
-    # A round has one wrong draft, in whose place a token stands, or a bonus; the last may be cut.
+    # A round ends with one wrong draft, replaced by a token, or a bonus token; the last round may be cut.
     own = page.count("#rounds .chip.replaced") + page.count("#rounds .chip.bonus")
     assert num_rounds - own in (0, 1)
     assert page.count("#rounds .chip.wrong") == page.count("#rounds .chip.replaced")
@@ -81,12 +81,12 @@ def test_an_answer_is_walked_through_with_the_keyboard_alone(page: Page, real: R
     assert page.text("#card p").startswith(f"Round {last - 1}:")
     page.press(ESCAPE)
     assert not page.one("#card").is_displayed()
-    # What can have the focus says what it is.
+    # Elements that can have the focus say what they are.
     names = page.run(
         "return [...document.querySelectorAll('.round')].map((one) => [one.role, one.ariaLabel])"
     )
     assert names == [["group", "Prompt round"], *(["group", f"Round {i}"] for i in range(1, last + 1))]
-    # Everything else that can be operated has its place in the order of the Tab key.
+    # All other controls are in the order of the Tab key.
     seen_ids = set()
     for _ in range(30):
         page.press(TAB)
@@ -126,7 +126,7 @@ def test_markup_stays_text(page: Page, scripted: Running, talker: ScriptedEngine
     talker.say(evil, by_character=True, chunk=3)
     page.open(scripted)
     page.choose("chat")
-    # The driver cannot type what lies beyond the first plane.
+    # The driver cannot type characters beyond the first Unicode plane.
     typed = evil.replace("😀", "ö")
     page.ask(typed)
     page.wait_for_end()
@@ -155,7 +155,7 @@ def test_a_text_is_the_servers_own_where_a_stop_cuts_tokens(page: Page, real: Ru
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_a_reasoning_part_stands_before_its_answer(page: Page, tmp_path: Path, chunk: int) -> None:
+def test_a_reasoning_part_is_shown_before_its_answer(page: Page, tmp_path: Path, chunk: int) -> None:
     model = make_family(tmp_path / "family", "xml")
     thinker = ScriptedEngine(Tokenizer(model))
     thinker.say("Where? I think.\n\nHere.\n</think>\n\nLooking é.\n", by_character=True, chunk=chunk)
@@ -166,7 +166,7 @@ def test_a_reasoning_part_stands_before_its_answer(page: Page, tmp_path: Path, c
         page.wait_for_end()
     assert page.text(".reasoning") == "Where? I think.\n\nHere."
     assert page.text(".answer:not(.reasoning)") == "Looking é.\n"
-    # Colours are of the tokens that are shown, in both parts.
+    # The colours are those of the visible tokens, in both parts.
     assert page.count(".reasoning .token") > 10
     assert page.count(".answer:not(.reasoning) .round .token") > 5
 
@@ -245,7 +245,7 @@ def test_nothing_is_loaded_from_another_host(page: Page, scripted: Running) -> N
     page.wait(lambda: page.text("h1").startswith("What the page shows"))
 
 
-def test_the_engine_was_asked_as_it_was_typed(page: Page, scripted: Running, talker: ScriptedEngine) -> None:
+def test_the_engine_gets_the_typed_settings(page: Page, scripted: Running, talker: ScriptedEngine) -> None:
     talker.say("Yes.")
     page.open(scripted)
     page.choose("text")

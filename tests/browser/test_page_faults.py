@@ -1,4 +1,4 @@
-"""The page where something goes wrong: errors, stops, refusals, keys, and a proxy before the server."""
+"""The page's faults: errors, stops, refusals, keys, and a proxy before the server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_answer_that_cannot_be_read_ends_its_request(page: Page, scripted: Ru
         assert page.one("#prompt").get_attribute("value") == "One?"
         page.one("#new").click()
         page.set(prompt="")
-    # These errors are the page's own word for the console.
+    # The page logs these errors itself.
     assert len(page.driver.get_log("browser")) == 2
 
 
@@ -63,7 +63,7 @@ def test_an_answer_that_was_stopped_before_it_began_leaves_no_turn(
     try:
         page.one("#prompt").send_keys("One?")
         page.one("#send").click()
-        # The button that had the focus is gone; it went on to the one in its place, then to the prompt.
+        # The focused button is gone: the focus moved to the button that replaced it, then to the prompt.
         page.wait(lambda: page.focused() == "stop")
         page.press(ENTER)
         page.wait(lambda: page.one("#send").is_displayed())
@@ -102,7 +102,7 @@ def test_escape_closes_the_card_before_it_stops_and_is_the_input_methods_own(
         page.press(ENTER)
         page.wait(lambda: page.count(".turn:nth-of-type(2) .token") > 3)
         assert page.text("#scope") == "in answer 2"
-        # An earlier answer that is reached with the keyboard is the one whose numbers stand beside.
+        # If the keyboard reaches an earlier answer, its numbers are shown.
         page.run("document.querySelector('.round').focus()")
         assert page.text("#scope") == "in answer 1"
         assert page.one("#card").is_displayed()
@@ -154,11 +154,11 @@ def test_a_round_that_began_in_an_earlier_chunk_has_what_is_left_of_it(page: Pag
         });
     """
     cases = [
-        # Whole; cut by a stop; a draft that nobody knows.
+        # Complete; cut by a stop; with an unknown draft.
         ([[5, 6, 7], [5, 6, 9], 2], [[5, 6, 9], 2, ["kept", "kept", "replaced"]]),
         ([[5, 6], [5, 6, 9], 2], [[5, 6, 9], 2, ["kept", "kept"]]),
         ([[5, 6, 7], [5, 0], 2], [[5, 0], 2, ["kept", "kept", "bonus"]]),
-        # One, two and all of its kept drafts came before.
+        # One, two and all of its accepted drafts came in an earlier chunk.
         ([[6, 7, 8], [5, 6, 7], 3], [[6, 7], 2, ["kept", "kept", "bonus"]]),
         ([[7, 8], [5, 6, 7], 3], [[7], 1, ["kept", "bonus"]]),
         ([[8], [5, 6, 7], 3], [[], 0, ["plain"]]),
@@ -213,7 +213,7 @@ def test_what_the_server_refuses_is_shown_where_it_was_typed(page: Page, scripte
     assert page.count("[aria-invalid]") == 0
 
 
-def test_a_key_opens_the_door_and_is_kept_nowhere(page: Page, talker: ScriptedEngine, tmp_path: Path) -> None:
+def test_a_key_gives_access_and_is_stored_nowhere(page: Page, talker: ScriptedEngine, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("the-right-key")
     talker.say("Inside.")
@@ -221,7 +221,7 @@ def test_a_key_opens_the_door_and_is_kept_nowhere(page: Page, talker: ScriptedEn
         page.open(locked)
         page.wait(lambda: page.one("#door").is_displayed())
         assert page.focused() == "key"
-        # It is in no form that is sent with it inside.
+        # No form that is sent contains the field.
         assert page.run("return document.getElementById('key').form.id") == "door"
         page.press("the-kęy", ENTER)
         assert page.text("#error").startswith(
@@ -240,7 +240,7 @@ def test_a_key_opens_the_door_and_is_kept_nowhere(page: Page, talker: ScriptedEn
         assert not page.one("#error").is_displayed()
         stored = "return [localStorage.length, sessionStorage.length, document.cookie, location.href]"
         assert page.run(stored) == [0, 0, "", f"{locked.url}/"]
-        # A key that ceases to be right in the middle: what was chosen stays so.
+        # The key becomes invalid in the middle: the chosen settings stay.
         page.choose("chat")
         page.set(model="alias")
         page.run("document.getElementById('door').hidden = false; document.getElementById('key').focus()")

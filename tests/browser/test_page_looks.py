@@ -1,4 +1,4 @@
-"""How the page looks: text stands out in both themes, marks hide no glyph, the header fits a phone."""
+"""The page's look: text has contrast in both themes, marks hide no glyph, the header fits a phone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Colour = tuple[int, int, int]
 
 
 def pixels(page: Page, box: dict[str, float]) -> list[list[Colour]]:
-    """The columns of pixels inside `box` (left, top, right, bottom in CSS pixels), each from the top."""
+    """Return the columns of pixels inside `box` (left, top, right, bottom in CSS pixels), top to bottom."""
     script = """
         const [shot, { left, top, right, bottom }, done] = arguments;
         const bytes = Uint8Array.from(atob(shot), (one) => one.charCodeAt(0));
@@ -38,7 +38,7 @@ def pixels(page: Page, box: dict[str, float]) -> list[list[Colour]]:
 
 
 def box_of(page: Page, selector: str, start: int, end: int) -> dict[str, float]:
-    """Where characters `start` to `end` of an element's text stand: its own box, cut at their sides."""
+    """Return the box of characters `start` to `end` of an element: its own box, cut at their sides."""
     script = """
         const [selector, start, end] = arguments;
         const element = document.querySelector(selector);
@@ -58,7 +58,7 @@ def token(text: str) -> dict[str, Any]:
 
 
 def show(page: Page, server: Running, *rounds: tuple[list[str], list[str], int]) -> None:
-    """An answer of these rounds, each (tokens, drafts, drafts kept); its prompt gives a line of its own."""
+    """Show an answer of these rounds, each (tokens, drafts, drafts accepted); its prompt takes a line."""
     page.open(server)
     page.choose("text")
     first = token("first\n")
@@ -74,7 +74,7 @@ def show(page: Page, server: Running, *rounds: tuple[list[str], list[str], int])
 
 @pytest.mark.parametrize("is_lit", [False, True])
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_underscores_stand_clear_of_the_marks_under_tokens(
+def test_underscores_do_not_touch_the_marks_under_tokens(
     page: Page, scripted: Running, is_dark: bool, is_lit: bool
 ) -> None:
     set_window(page.driver, SIZE, is_dark=is_dark)
@@ -90,9 +90,9 @@ def test_underscores_stand_clear_of_the_marks_under_tokens(
             drawn = [row for row, colour in enumerate(column) if contrast(colour, tint) > 1.15]
             glyph = [row for row in drawn if row - drawn.index(row) == drawn[0]]
             edge = drawn[len(glyph) :]
-            # A line this thin is smoothed over two rows.
+            # Anti-aliasing spreads a line this thin over two rows.
             assert max(contrast(column[row], tint) for row in glyph) > 2
-            # Two clear rows between the glyph and the mark, or below it where the mark is dashed.
+            # Two empty rows between the glyph and the mark, or below the glyph where the mark is dashed.
             assert (edge or [len(column)])[0] - glyph[-1] > 2
             edges += bool(edge)
         assert edges > 0
@@ -108,7 +108,7 @@ def test_indentation_and_line_breaks_are_not_marked(page: Page, scripted: Runnin
     )
     assert page.text(".answer:not(.reasoning)").endswith("first\n        if x:\n        return y\n\n    z\n")
     assert page.texts(".answer .mark") == ["first", "if x", ":", "return", " ", "y", "z"]
-    # Nothing is drawn left of a line's first word, until its round is lit.
+    # No mark left of a line's first word until its round is highlighted.
     answer = page.one(".answer:not(.reasoning)").rect
     left, top = answer["x"], answer["y"] + 28
     box = {"left": left, "top": top, "right": left + 30, "bottom": answer["y"] + answer["height"]}
@@ -148,12 +148,12 @@ def test_the_header_is_one_row(page: Page, scripted: Running, width: int, mode: 
         assert left >= right
     assert boxes[0][0] >= 0
     assert boxes[-1][1] <= width
-    # Every middle lies on one line, and no text is broken.
+    # All centres have one height, and no text is wrapped.
     middles = [(top + bottom) / 2 for _, _, top, bottom in boxes]
     assert max(middles) - min(middles) < 4
     assert max(bottom - top for _, _, top, bottom in boxes) < 45
     assert page.one(".bar").rect["height"] < 60
-    # The name of the model keeps enough room for a few letters, and a finger.
+    # The model's name keeps room for a few letters and for a finger.
     assert page.one("#model").rect["width"] >= 56
     assert page.run("return document.documentElement.scrollWidth") <= width
 
@@ -171,12 +171,12 @@ def contrast(one: str | Colour, other: str | Colour) -> float:
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_text_stands_out_in_light_and_dark(page: Page, scripted: Running, is_dark: bool) -> None:
+def test_text_has_contrast_in_light_and_dark(page: Page, scripted: Running, is_dark: bool) -> None:
     set_window(page.driver, SIZE, is_dark=is_dark)
     page.open(scripted)
     ground, panel = page.style("body", "backgroundColor"), page.style("aside", "backgroundColor")
     assert (luminance(ground) < 0.1) == (luminance(panel) < 0.1) == is_dark
-    for selector, behind in (
+    for selector, background in (
         ("body", ground),
         (".hint", ground),
         ("#welcome p", ground),
@@ -185,7 +185,7 @@ def test_text_stands_out_in_light_and_dark(page: Page, scripted: Running, is_dar
         (".legend", panel),
         ("#send", page.style("#send", "backgroundColor")),
     ):
-        assert contrast(page.style(selector, "color"), behind) >= 4.5, selector
+        assert contrast(page.style(selector, "color"), background) >= 4.5, selector
 
 
 def test_a_narrow_window_and_reduced_motion(page: Page, scripted: Running, talker: ScriptedEngine) -> None:

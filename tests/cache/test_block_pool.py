@@ -25,7 +25,7 @@ def test_every_block_is_owned_by_one(num_blocks: int, data: st.DataObject) -> No
         assert pool.num_free == num_blocks - 1 - len(owned)
 
 
-def test_a_bug_of_ours_is_an_assertion() -> None:
+def test_a_misuse_is_an_assertion() -> None:
     pool = BlockPool(4)
     (first, *_) = pool.allocate(3)
     with pytest.raises(AssertionError, match="1 blocks asked for, 0 are free"):
@@ -56,7 +56,7 @@ def test_a_block_is_free_when_its_last_holder_has_left() -> None:
     assert (pool.num_used, pool.num_free, pool.num_empty) == (0, 5, 5)
 
 
-def test_kept_blocks_can_be_handed_out_and_are_given_up_for_it() -> None:
+def test_kept_blocks_are_dropped_when_they_are_handed_out() -> None:
     pool, asked = BlockPool(5), []
     blocks = pool.allocate(4)
     pool.keep(blocks)
@@ -76,5 +76,5 @@ def test_kept_blocks_can_be_handed_out_and_are_given_up_for_it() -> None:
     pool.free(new)
     with pytest.raises(AssertionError, match="a block is kept that has no holder"):
         pool.keep(new)
-    with pytest.raises(AssertionError, match=f"block {new[0]} holds nothing"):
+    with pytest.raises(AssertionError, match=f"block {new[0]} is neither held nor kept"):
         pool.share(new)

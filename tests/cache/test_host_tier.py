@@ -1,4 +1,4 @@
-"""How host memory is taken: in powers of two, little of which is lost."""
+"""How host memory is allocated: in powers of two, with little waste."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_little_of_a_segment_is_lost() -> None:
         assert used / (1 << (used - 1).bit_length()) > 0.9
 
 
-def test_beside_a_gpu_memory_is_ready_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first alone somebody waits for the system; no more is taken than the tier holds."""
+def test_with_a_gpu_memory_is_allocated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first buffer is allocated when it is taken; no more is allocated than the tier holds."""
     makers: list[tuple[int, str]] = []
 
     def allocate(num_bytes: int, is_pinned: bool) -> torch.Tensor:
@@ -57,10 +57,10 @@ def test_beside_a_gpu_memory_is_ready_before_it_is_needed(monkeypatch: pytest.Mo
     own = [size for size, name in makers if name == "MainThread"]
     assert own == [*row, segment]
     assert sorted(size for size, _ in makers) == sorted([*row * 4, *[segment] * 3])
-    assert {piece.numel() for record in range(4) for piece in tier.pieces(record)} == set(row)
+    assert {buffer.numel() for record in range(4) for buffer in tier.buffers(record)} == set(row)
 
 
-def test_what_cannot_be_made_ready_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     is_short, calls = [False], [0]
 
     def allocate(num_bytes: int, is_pinned: bool) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_what_cannot_be_made_ready_is_asked_for_again(monkeypatch: pytest.Monkey
     tier.reserve(0, [])
     with pytest.raises(RuntimeError, match="no memory to pin"):
         tier.reserve(1, [])
-    # The thread's other attempt is through.
+    # The thread's other attempt is over.
     deadline = time.monotonic() + 10
     while calls[0] < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -91,10 +91,10 @@ def wait_for(tier: HostTier, num_bytes: int) -> None:
     assert tier.allocated_bytes == num_bytes
 
 
-def test_one_copy_takes_what_is_said_at_most() -> None:
+def test_no_copy_exceeds_most_bytes_at_once() -> None:
     for row_bytes, most in ((3000, 5000), (7000, 7000)):
         tier = HostTier(row_bytes, 1000, 2, 5, torch.device("cpu"))
         tier.reserve(0, range(5))
         (run,) = tier.runs(range(5))
-        assert max(run.memory.numel(), *(piece.numel() for piece in tier.pieces(0))) == most
+        assert max(run.memory.numel(), *(buffer.numel() for buffer in tier.buffers(0))) == most
         assert tier.most_bytes_at_once == most

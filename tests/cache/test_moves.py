@@ -1,4 +1,4 @@
-"""A request that moves goes on as if it had stayed; whatever is registered moves with it."""
+"""A request that is offloaded and resumed continues unchanged; all registered rows move with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_mtp.cache.copy_stream import CopyStream
 from compiled_mtp.cache.host_tier import _powers_of_two
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
-from compiled_mtp.plan import Admit, Copy, Draft, Place, SlotSampling, StepPlan
+from compiled_mtp.plan import Admit, Copy, Draft, Location, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint
 from tests.drivers import BLOCKS_EACH, Driver, make_runner
 from tests.engines import prompt_of
@@ -98,14 +98,14 @@ def test_what_a_test_registers_is_admitted_and_moved(snapshot: Path) -> None:
     assert dummy.tolist() == [[-1] * 5, [3] * 5, list(range(5)), [-1] * 5, [-1] * 5]
 
 
-def test_a_checkpoint_takes_what_a_later_chunk_reads_and_gives_it_to_another_slot(snapshot: Path) -> None:
+def test_a_snapshot_brings_what_the_next_chunk_reads_to_another_slot(snapshot: Path) -> None:
     driver = Driver(make_runner(snapshot))
     moves = driver.runner.moves
     for name, is_in_snapshot in (("kept", True), ("left", False)):
         tensor = torch.zeros((5, 5), dtype=torch.int32)
         moves.slot_tensors.register(SlotTensor(name, tensor, is_in_snapshot=is_in_snapshot))
     moves.allocate_snapshots(2)
-    slot, place, other = Place("slot", 1), Place("snapshot", 1), Place("slot", 2)
+    slot, place, other = Location("slot", 1), Location("snapshot", 1), Location("slot", 2)
     for entry in moves.slot_tensors:
         entry.tensor[1], entry.tensor[2] = 1, 0
     moves.save(StepPlan(0, "move", saves=(Copy(0, slot, place),)))
@@ -134,14 +134,14 @@ class Launches(TorchDispatchMode):
 
 def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(snapshot: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, num_layers=24, **SIZES)
-    slot, record = Place("slot", 1), Place("host", 0)
+    slot, record = Location("slot", 1), Location("host", 0)
     pairs = tuple((block, block - 1) for block in range(1, BLOCKS_EACH + 1))
     back = tuple((target, source) for source, target in pairs)
     copies = {
-        "save": Copy(1, slot, Place("snapshot", 0)),
-        "resume": Copy(2, Place("snapshot", 0), Place("slot", 2)),
+        "save": Copy(1, slot, Location("snapshot", 0)),
+        "resume": Copy(2, Location("snapshot", 0), Location("slot", 2)),
         "out": Copy(3, slot, record, pairs),
-        "in": Copy(4, record, Place("slot", 2), back),
+        "in": Copy(4, record, Location("slot", 2), back),
     }
     counts = []
     for directory in (snapshot, tmp_path):
@@ -152,20 +152,20 @@ def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(snapshot: Pa
                 moves.carry_out(StepPlan(0, "move", moves=(copy,)))
             counts[-1][name] = len(launches.names)
     assert counts[0] == counts[1]
-    # Five kinds of GDN state, the other rows together (one launch a dtype on their way back), and the blocks.
+    # Five kinds of GDN state, the other rows together (one launch per dtype on the way back), and the blocks.
     assert counts[0] == {"save": 3, "resume": 3, "out": 7, "in": 10}
 
 
-def test_blocks_that_lie_apart_and_in_any_order_come_back(snapshot: Path) -> None:
+def test_scattered_blocks_in_any_order_come_back(snapshot: Path) -> None:
     moves = make_runner(snapshot).moves
     (pages,) = moves._block_layout._spread
     for block in range(33):
         pages.tensor[block] = block
     pairs = ((9, 15), (4, 3), (7, 2), (32, 0), (1, 4))
-    moves.carry_out(StepPlan(0, "move", moves=(Copy(0, Place("slot", 1), Place("host", 0), pairs),)))
+    moves.carry_out(StepPlan(0, "move", moves=(Copy(0, Location("slot", 1), Location("host", 0), pairs),)))
     pages.tensor[1:] = -1
     back = tuple((target, 20 + index) for index, (_, target) in enumerate(pairs))
-    moves.carry_out(StepPlan(0, "move", moves=(Copy(0, Place("host", 0), Place("slot", 1), back),)))
+    moves.carry_out(StepPlan(0, "move", moves=(Copy(0, Location("host", 0), Location("slot", 1), back),)))
     found = [pages.tensor[20 + index].unique().tolist() for index in range(len(pairs))]
     assert found == [[source] for source, _ in pairs]
 
@@ -186,9 +186,9 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(snapshot: Path) -> None:
     slots = driver.runner.step.slots
     last = int(slots.last_token[1])
     admit = Admit(1, SlotSampling(5, 0.5, 3, 0.25, 0.125))
-    record = Place("host", 0)
-    out = [Copy(i, Place("slot", 1), record) for i in (0, 1)]
-    back = [Copy(i, record, Place("slot", 3)) for i in (2, 3)]
+    record = Location("host", 0)
+    out = [Copy(i, Location("slot", 1), record) for i in (0, 1)]
+    back = [Copy(i, record, Location("slot", 3)) for i in (2, 3)]
     driver.run("move", moves=(out[0], admit, back[0]))
     assert int(slots.last_token[3]) == last
     assert int(slots.last_token[1]) == int(slots.pos[1]) == int(slots.base[1]) == 0
@@ -198,20 +198,44 @@ def test_moves_are_carried_out_in_the_order_of_the_plan(snapshot: Path) -> None:
     assert int(slots.last_token[3]) == 0
 
 
-def test_a_place_that_does_not_exist_is_an_error_of_its_plan(snapshot: Path) -> None:
+def test_a_location_that_does_not_exist_is_an_error_of_its_plan(snapshot: Path) -> None:
     runner, bare = make_runner(snapshot), make_runner(snapshot, offload_gb=0, prefix_cache=False)
     runner.moves.allocate_host(2, 2 * BLOCKS_EACH)
-    slot, record = Place("slot", 1), Place("host", 0)
+    slot, record = Location("slot", 1), Location("host", 0)
     wrong = (
-        (bare, slot, record, (), "target must lie in a tier that was allocated, got 'host'; give the runner"),
-        (bare, slot, Place("snapshot", 0), (), "target must lie in a tier that was allocated, got 'snap"),
-        (runner, slot, Place("snapshot", 99), (), "target must be snapshot 0 to "),
-        (runner, Place("slot", 0), record, (), "source must be slot 1 to 4, got 0; give the runner room for"),
-        (runner, Place("slot", 5), record, (), "source must be slot 1 to 4, got 5; give the runner room for"),
-        (runner, Place("host", -1), slot, (), "source must be host 0 to 1, got -1; give the runner room for"),
-        (runner, slot, Place("host", 2), (), "target must be host 0 to 1, got 2; give the runner room for m"),
-        (runner, slot, record, ((0, 0),), "source must have blocks 1 to 32, got 0; give the runner room for"),
-        (runner, slot, record, ((1, 16),), "target must have blocks 0 to 15, got 16; give the runner room f"),
+        (bare, slot, record, (), "target must be in an allocated tier, got 'host'; give the runner"),
+        (bare, slot, Location("snapshot", 0), (), "target must be in an allocated tier, got 'snap"),
+        (runner, slot, Location("snapshot", 99), (), "target must be snapshot 0 to "),
+        (
+            runner,
+            Location("slot", 0),
+            record,
+            (),
+            "source must be slot 1 to 4, got 0; give the runner memory",
+        ),
+        (
+            runner,
+            Location("slot", 5),
+            record,
+            (),
+            "source must be slot 1 to 4, got 5; give the runner memory",
+        ),
+        (
+            runner,
+            Location("host", -1),
+            slot,
+            (),
+            "source must be host 0 to 1, got -1; give the runner memory",
+        ),
+        (
+            runner,
+            slot,
+            Location("host", 2),
+            (),
+            "target must be host 0 to 1, got 2; give the runner memory",
+        ),
+        (runner, slot, record, ((0, 0),), "source must have blocks 1 to 32, got 0; give the runner memory"),
+        (runner, slot, record, ((1, 16),), "target must have blocks 0 to 15, got 16; give the runner memory"),
     )
     for one, source, target, blocks, text in wrong:
         result = one.run(StepPlan(0, "move", moves=(Copy(0, source, target, blocks),)))
@@ -236,8 +260,8 @@ def test_a_copy_without_memory_fails_alone(
     driver.runner.moves.allocate_prefix_host(1, BLOCKS_EACH)
     monkeypatch.setattr(f"compiled_mtp.cache.host_tier.{short}", _refuse)
     pairs = tuple((block, index) for index, block in enumerate(driver.blocks["a"]))
-    source = Place("slot", driver.slots["a"]) if tier == "host" else Place("snapshot", 0)
-    copy = Copy(7, source, Place(tier, 0), pairs)
+    source = Location("slot", driver.slots["a"]) if tier == "host" else Location("snapshot", 0)
+    copy = Copy(7, source, Location(tier, 0), pairs)
     driver.decode("b", moves=(copy,))
     driver.decode("b", "a")
     (result,) = (result for result in driver.results if result.copies_failed)
@@ -251,11 +275,11 @@ def _refuse(*_: object) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
-def test_whoever_is_dropped_and_not_closed_waits_for_its_copies_first(
+def test_moves_that_are_dropped_without_close_wait_for_their_copies(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is freed a device gives to others at once."""
-    gc.collect()  # Others' runners wait for theirs.
+    """The allocator reuses freed device memory at once."""
+    gc.collect()  # Runners of other tests wait for their copies too.
     runner = make_runner(snapshot)
     caches = (runner.step.kv_cache, runner.step.slots)
     memory = [StorageWeakRef(next(cache.buffers()).untyped_storage()) for cache in caches]

@@ -1,4 +1,4 @@
-"""An engine without a model: each request answers with its prompt in capitals, a window a step."""
+"""An engine without a model: each request gets its prompt back in capitals, one window per step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def text_of(prompt: dict[str, Any]) -> str:
 
 
 class FakeEngine:
-    """`wait_for` is called before a step with the number of those before it."""
+    """`wait_for` is called before a step with the number of steps before it."""
 
     is_compiled = False
     num_threads: int | None = None
@@ -91,7 +91,7 @@ class FakeEngine:
         return request_id
 
     def check(self) -> None:
-        """Nothing ends it between two steps."""
+        """Do nothing: no fault ends this engine between steps."""
 
     def has_unfinished_requests(self) -> bool:
         return any(request.finish_reason is None for request in self.requests.values())
@@ -102,7 +102,7 @@ class FakeEngine:
         self.aborted.add(request_id)
 
     def before_step(self) -> None:
-        """Where a test interferes."""
+        """Hook for tests that interfere before a step."""
 
     def step(self) -> list[RequestOutput]:
         self.steps += 1
@@ -110,7 +110,7 @@ class FakeEngine:
         if self.steps == self.interrupt_after:
             raise KeyboardInterrupt
         outputs = []
-        # Backwards, so that the last request is finished first.
+        # In reverse order, so that the last request finishes first.
         for name, request in reversed(self.requests.items()):
             if request.finish_reason is not None:
                 continue
@@ -136,7 +136,7 @@ class FakeEngine:
         reason, entries = request.finish_reason, request.take_logprobs()
         drafts = request.list_drafts([ord(c) for c in window] if done else None)
         output = RequestOutput(name, kept, text, request.metrics, reason, error, entries, drafts=drafts)
-        # Further choices say the same, and their numbers at the end.
+        # Further choices give the same text, with their number at the end.
         return [
             *(
                 output._replace(index=index, new_text=text + str(index) * bool(reason))
@@ -153,14 +153,14 @@ class FakeEngine:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is one."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def without_labels(printed: str) -> str:
-    """Standard output without the line before each of several texts that says whose it is."""
+    """Return standard output without the label lines that name each of several texts."""
     return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("--- "))
 
 

@@ -1,4 +1,4 @@
-"""A conversation: what is kept of it, what ends it, and how it looks in a terminal."""
+"""A conversation: which turns it keeps, what ends it, and its look in a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Messages = Sequence[dict[str, str]]
 
 
 class Talker:
-    """An engine and its front: answers with the texts of `script`, a few characters at a time."""
+    """An engine and its request processor: answers with the texts of `script`, a few characters at a time."""
 
     num_threads = None
     weight_recipe = None
@@ -39,11 +39,11 @@ class Talker:
         self.opening = ""
         self.tokenizer = self
         self.closed = False
-        self.before_piece: Callable[[], None] = lambda: None
+        self.before_part: Callable[[], None] = lambda: None
         self.added_ids = {"<think>": 1, "</think>": 2}
 
     def encode(self, text: str) -> list[int]:
-        """A token for each of the tags, and one for each other character."""
+        """Return a token for each tag and for each other character."""
         ids: list[int] = []
         for part in re.split("(</?think>)", text):
             ids += [self.added_ids[part]] if part in self.added_ids else map(ord, part)
@@ -65,7 +65,7 @@ class Talker:
         self.asked.append((messages, params))
         text = self.script.pop(0)
         for at in range(0, len(text), 5):
-            self.before_piece()
+            self.before_part()
             metrics = RequestMetrics(RequestHistory(9, 1), at // 5, at + 1, 0.5)
             reason = "stop" if at + 5 >= len(text) else None
             yield RequestOutput("x", [1], text[at : at + 5], metrics, reason)
@@ -115,7 +115,7 @@ def test_every_turn_sees_the_ones_before_until_they_are_cleared(
 
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_the_model_thinks_is_dimmed_or_plain_and_kept_apart(
+def test_reasoning_is_dimmed_or_plain_and_kept_apart(
     talker: Talker,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -155,8 +155,8 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_session(
     talker: Talker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talker.script = ["a long answer", "<think>x", "more"]
-    pieces = iter([False, True] + [True] + [False] * 9)
-    talker.before_piece = lambda: signal.raise_signal(signal.SIGINT) if next(pieces) else None
+    parts = iter([False, True] + [True] + [False] * 9)
+    talker.before_part = lambda: signal.raise_signal(signal.SIGINT) if next(parts) else None
     assert talk(monkeypatch, "first", "second", "third") == 0
     printed = capsys.readouterr()
     assert printed.out == "a long ans\n<thin\nmore\n"
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_session(
 
 def test_sigterm_ends_the_session(talker: Talker, monkeypatch: pytest.MonkeyPatch) -> None:
     talker.script = ["a long answer"]
-    talker.before_piece = lambda: signal.raise_signal(signal.SIGTERM)
+    talker.before_part = lambda: signal.raise_signal(signal.SIGTERM)
     assert talk(monkeypatch, "first", "second") == 143
     assert len(talker.asked) == 1
     assert talker.closed
@@ -194,7 +194,7 @@ def test_signals_at_the_prompt(
     assert talker.closed
 
 
-def test_the_prompt_is_no_part_of_standard_output(
+def test_the_prompt_is_not_on_standard_output(
     talker: Talker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talker.script = ["a"]
@@ -205,7 +205,7 @@ def test_the_prompt_is_no_part_of_standard_output(
     assert printed.err.count("> ") == 2
 
 
-def test_a_message_without_room_is_said_and_dropped(
+def test_a_message_that_does_not_fit_is_reported_and_dropped(
     talker: Talker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talker.script = ["a", "b"]
@@ -235,7 +235,7 @@ def test_a_line_that_is_no_utf_8_is_one_message(talker: Talker, monkeypatch: pyt
         (["--n", "2"], "error: unrecognized arguments: --n 2; --help lists the flags"),
     ],
 )
-def test_what_is_refused_before_the_weights(
+def test_refusals_before_the_weights(
     talker: Talker,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -258,7 +258,7 @@ def test_a_closed_standard_input(talker: Talker, monkeypatch: pytest.MonkeyPatch
 
 
 class Session:
-    """`compiled-mtp chat` behind a terminal of its own."""
+    """`compiled-mtp chat` in its own pseudo-terminal."""
 
     def __init__(self, *flags: str) -> None:
         self.master, terminal = pty.openpty()
@@ -270,7 +270,7 @@ class Session:
         self.shown = ""
 
     def read_until(self, text: str, after: int = 0) -> int:
-        """Wait until `text` is shown behind the first `after` characters; return where it ends."""
+        """Wait until `text` is shown after the first `after` characters; return where it ends."""
         deadline = time.monotonic() + 100
         while text not in self.shown[after:]:
             assert time.monotonic() < deadline, self.shown
@@ -283,7 +283,7 @@ class Session:
         return self.shown.index(text, after) + len(text)
 
     def interrupt(self, text: str, after: int) -> int:
-        """Press Ctrl-C until `text` is shown: readline may miss one that comes right before it waits."""
+        """Press Ctrl-C until `text` is shown: readline may miss one that comes just before it waits."""
         for _ in range(20):
             self.process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + 3
@@ -305,7 +305,7 @@ def test_in_a_terminal() -> None:
         at = session.read_until("> ", session.read_until("Ctrl-C ends an answer"))
         session.write("def f(x):\n")
         at = session.read_until("\n", session.read_until("def f(x):", at))
-        # Something of the answer is there.
+        # The answer has begun to appear.
         session.read_until("e", at)
         session.process.send_signal(signal.SIGINT)
         at = session.read_until("> ", session.read_until("interrupted]", at))

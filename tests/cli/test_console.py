@@ -1,4 +1,4 @@
-"""Bars, signals and what the commands share."""
+"""Bars, signals and the code that commands share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_bar_in_a_terminal_and_a_line_elsewhere(monkeypatch: pytest.MonkeyPatc
     assert pipe.getvalue() == "weights: done\n"
 
 
-def test_bars_of_what_came_to_no_end_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_of_unfinished_work_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     progress = Progress()
@@ -42,7 +42,7 @@ def test_bars_of_what_came_to_no_end_are_removed(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_a_command_with_the_code_that_shells_have(
+def test_signals_end_a_command_with_the_shells_exit_code(
     capsys: pytest.CaptureFixture[str], number: int, code: int
 ) -> None:
     before = signal.getsignal(number)
@@ -84,7 +84,7 @@ def test_weights_on_a_full_disk_are_one_line(tmp_path: Path, capsys: pytest.Capt
     pytest.importorskip("numpy")
 
     def command(interrupts: Interrupts) -> int:
-        # The limit of a file's size is met as a disk's end is.
+        # A limit on file sizes gives the error of a full disk.
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
         try:

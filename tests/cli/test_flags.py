@@ -1,4 +1,4 @@
-"""Flags: what is set by them, and what they say about mistakes."""
+"""Flags: the settings that they set, and errors for mistakes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_bad_flag_is_named_in_one_line(
         ),
     ],
 )
-def test_a_misspelt_flag_is_told_before_a_missing_one(
+def test_a_misspelt_flag_is_reported_before_a_missing_one(
     capsys: pytest.CaptureFixture[str], command: Any, argv: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -145,7 +145,7 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_help_tells_defaults_as_they_are_written_behind_a_flag() -> None:
+def test_help_writes_defaults_as_a_flag_takes_them() -> None:
     text = " ".join(run.make_parser().format_help().split())
-    assert "0 is plain decode; default: auto, which follows the text with mtp_depths" in text
-    assert "sizes the buffers (default: 0,1,2,3,5); repeat the flag for more" in text
+    assert "0 is plain decode; default: auto, which chooses among mtp_depths as the text goes" in text
+    assert "sets the size of buffers (default: 0,1,2,3,5); repeat the flag for more" in text

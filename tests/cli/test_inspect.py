@@ -1,4 +1,4 @@
-"""`compiled-mtp inspect`: what is said of plain, FP8, quantised and damaged checkpoints."""
+"""`compiled-mtp inspect` of plain, FP8, quantised and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_quantised_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert any(line.startswith(f"stored      MTP head: 4 in {int4}, ") for line in said)
     assert any(line.startswith("multiplied  11 weights of ") for line in said)
     assert said[-1].startswith("memory      ")
-    # As much as the same without codes.
+    # As much memory as the same checkpoint without codes.
     assert said[-1].split(",")[0] == lines(capsys, directory.with_name("model-plain"))[-1].split(",")[0]
 
 
@@ -46,7 +46,7 @@ def test_fp8_and_no_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "runs        on cpu, in float32 (FP8 as w8a8, multiplied out)" in said
 
 
-def test_what_is_refused_is_one_line_behind_what_is_known(
+def test_a_refusal_is_one_line_after_the_known_facts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = write_checkpoint(tmp_path, **SIZES)
@@ -59,6 +59,6 @@ def test_what_is_refused_is_one_line_behind_what_is_known(
     assert "mtp.norm.weight" in line
 
 
-def test_the_checkpoint_that_ships_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_checkpoint_is_inspected_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("family      qwen3_5, ")

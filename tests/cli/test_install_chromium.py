@@ -1,4 +1,4 @@
-"""The script that installs Chromium for `make browser`, where apt has it and where it has not."""
+"""The script that installs Chromium for `make browser`, with and without a package in apt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "install_chromium.sh"
 
 
 def run(folder: Path, **commands: str) -> tuple[int, str]:
-    """Run it by root where nothing is on the path but `commands`, each a line of shell."""
+    """Run it as root with no other commands on the path than `commands`, each a line of shell."""
     for name, line in {"id": "echo 0", **commands}.items():
         path = folder / name.replace("_", "-")
         path.write_text(f"#!/bin/sh\n{line}\n")
@@ -22,11 +22,11 @@ def run(folder: Path, **commands: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_what_is_there_is_not_installed(tmp_path: Path) -> None:
+def test_installed_packages_are_not_installed_again(tmp_path: Path) -> None:
     assert run(tmp_path, chromium="", chromedriver="", apt_get="exit 9") == (0, "")
 
 
-def test_it_installs_what_apt_has(tmp_path: Path) -> None:
+def test_it_installs_the_packages_of_apt(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert run(tmp_path, apt_get=f'echo "$@" >> {log}', apt_cache="") == (0, "")
     update, install = log.read_text().splitlines()

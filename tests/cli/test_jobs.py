@@ -1,4 +1,4 @@
-"""Prompts of files and flags, and what is said about those that are wrong."""
+"""Prompts of files and flags, and errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_missing_and_unreadable_files_are_named(
     assert "prompt-file must be UTF-8 text" in capsys.readouterr().err
 
 
-def test_one_seed_gives_every_line_its_own_and_an_error_is_printable(
+def test_one_seed_gives_every_line_its_own_seed_and_errors_are_printable(
     engine: type[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -139,7 +139,7 @@ def test_a_line_may_have_a_priority(tmp_path: Path) -> None:
 
 
 class Endless(io.RawIOBase):
-    """Zeros without an end, as /dev/zero and /dev/full give; it fails a reader who takes far too many."""
+    """Zeros without an end, like /dev/zero and /dev/full; reading far too many fails."""
 
     taken = 0
 

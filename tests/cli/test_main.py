@@ -1,4 +1,4 @@
-"""The console script: which command runs, its version, and what it says without one."""
+"""The console script: its commands, its version, and its output without a command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def exit_code(*argv: str) -> int:
         return int(error.code or 0)
 
 
-def test_the_version_is_that_of_the_package(
+def test_the_version_is_the_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert compiled_mtp.__version__ == importlib.metadata.version("compiled-mtp")
@@ -68,7 +68,7 @@ def test_help_tells_what_each_command_does(capsys: pytest.CaptureFixture[str]) -
         ("compiled_mtp.server", "--drain-timeout-s -1", "drain_timeout_s must be"),
     ],
 )
-def test_every_door_leads_to_the_same(door: str, flags: str, says: str) -> None:
+def test_every_entry_point_runs_the_same_commands(door: str, flags: str, says: str) -> None:
     command = [sys.executable, "-m", *door.split(), *flags.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Results: where they are written, when, and what happens where they cannot be."""
+"""Results: where and when they are written, and errors where they cannot be written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_results_are_printed_and_written_as_they_end_or_in_order(
         f"--- 1 chat-7 ({prompts} line 2): length",
         f"--- 2 12 ({prompts} line 3): stop",
     ]
-    # Of several texts each stands behind a line that says whose it is, wherever standard error goes.
+    # A label line before each of several texts names its prompt, wherever standard error goes.
     assert printed.out == "".join(f"{ends[i]}\n{texts[i]}\n" for i in order)
     assert "---" not in printed.err
     lines = [json.loads(line) for line in output.read_text().splitlines()]
@@ -71,7 +71,7 @@ def test_a_line_is_written_while_others_are_decoded(
     assert seen == [0, 1, 2]
 
 
-def test_a_bar_shows_how_far_it_is(
+def test_a_bar_shows_progress(
     engine: type[FakeEngine], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal()
@@ -83,8 +83,8 @@ def test_a_bar_shows_how_far_it_is(
     assert "tokens/s, 5.00 new tokens a round" in shown
 
 
-def test_each_choice_is_written_for_itself(engine: type[FakeEngine], tmp_path: Path) -> None:
-    """The fake engine is asked once a request and answers for every choice, the last one first."""
+def test_each_choice_is_written_separately(engine: type[FakeEngine], tmp_path: Path) -> None:
+    """The fake engine gets each request once and answers for every choice, the last one first."""
     prompt, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompt.write_text('{"prompt": "ab", "n": 3, "max_tokens": 2}\n{"prompt": "cd", "max_tokens": 2}')
     assert run_main("--prompt-file", prompt, "--output", output, "--in-order", "--tool-choice", "auto") == 0
@@ -116,7 +116,7 @@ def test_a_mistake_leaves_the_output_of_an_earlier_run(
     engine: type[FakeEngine], tmp_path: Path, flags: list[str]
 ) -> None:
     prompt, output, new = tmp_path / "prompt.txt", tmp_path / "out.jsonl", tmp_path / "new.jsonl"
-    prompt.write_text("x" if flags else "x" * 41)  # which the engine finds too long
+    prompt.write_text("x" if flags else "x" * 41)  # the engine refuses it as too long
     output.write_text("kept")
     for file in (output, new):
         assert run_main("--prompt-file", prompt, "--output", file, *flags) == 2
@@ -141,7 +141,7 @@ def pipe_without_a_reader() -> io.TextIOWrapper:
 
 @pytest.mark.parametrize("is_single", [False, True])
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_the_output_is_written_though_nobody_reads_the_rest(
+def test_the_output_is_written_after_the_reader_of_standard_output_left(
     engine: type[FakeEngine],
     prompts: Path,
     tmp_path: Path,
@@ -178,7 +178,7 @@ def test_without_an_output_a_reader_that_left_ends_the_run_quietly(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("is_output", [False, True])
-def test_what_cannot_be_written_is_named(
+def test_an_unwritable_output_is_named(
     engine: type[FakeEngine],
     prompts: Path,
     capsys: pytest.CaptureFixture[str],

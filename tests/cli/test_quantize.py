@@ -1,4 +1,4 @@
-"""`compiled-mtp quantize` writes what the FP8 releases hold, and the engine reads it."""
+"""`compiled-mtp quantize` writes the tensors of the FP8 releases, and the engine reads them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "options"), FP8_FAMILIES, ids=[name for name, _ in FP8_FAMILIES])
-def test_writes_what_a_release_holds(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    """The tiny FP8 checkpoints are quantised from the same numbers by other code."""
+def test_writes_the_tensors_of_a_release(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """Other code quantises the tiny FP8 checkpoints from the same numbers."""
     released = write_checkpoint(tmp_path / "released", **options)
     plain = write_checkpoint(tmp_path / "plain", **(options | {"fp8_scale": None, "sharded": True}))
     counts = quantize_checkpoint(plain, tmp_path / "out", options["fp8_scale"])
@@ -52,7 +52,7 @@ def test_writes_what_a_release_holds(tmp_path: Path, name: str, options: dict[st
     assert len(read_headers(tmp_path / "out")) == len(wanted) - sum("visual" in n for n in wanted)
 
 
-def test_matrices_of_other_sizes_stay_and_the_engine_runs(
+def test_matrices_of_other_sizes_stay_plain_and_the_engine_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = write_checkpoint(tmp_path / "plain", intermediate_size=192, tokenizer=True)
@@ -85,7 +85,7 @@ def test_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="output must be a new directory, got"):
         quantize_checkpoint(plain, quantized)
     assert not (tmp_path / "out").exists()
-    # Fine-tunes lose what config.json says of it; the weights are FP8 all the same.
+    # Fine-tunes lose the entry in config.json, but their weights are FP8.
     config = json.loads((quantized / "config.json").read_text())
     del config["quantization_config"]
     (quantized / "config.json").write_text(json.dumps(config))
@@ -102,7 +102,7 @@ def test_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_matrix_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: float) -> None:
-    """An infinite weight would turn the 16,384 of its block into NaN and zeros."""
+    """An infinite weight would turn its block's 16,384 weights into NaN and zeros."""
     plain = write_checkpoint(tmp_path / "plain")
     file = plain / "model.safetensors"
     tensors = load_file(file)
@@ -114,7 +114,7 @@ def test_a_matrix_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: f
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(
+def test_a_full_disk_is_an_error_and_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = write_checkpoint(tmp_path / "plain")
@@ -130,7 +130,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
-def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+def test_the_weights_are_as_readable_as_the_config(tmp_path: Path) -> None:
     out = tmp_path / "out"
     quantize_checkpoint(write_checkpoint(tmp_path / "plain", sharded=True), out)
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1

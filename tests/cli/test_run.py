@@ -1,4 +1,4 @@
-"""`compiled-mtp run`: one prompt, comparisons, interrupts, and the whole way once."""
+"""`compiled-mtp run`: one prompt, comparisons, interrupts, and one run of the real engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def test_a_single_prompt_streams_and_standard_output_holds_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "prompt.txt").write_text("def f():\n")
-    pieces: list[str] = []
-    monkeypatch.setattr(sys.stdout, "write", pieces.append)
+    parts: list[str] = []
+    monkeypatch.setattr(sys.stdout, "write", parts.append)
     assert run_main("--prompt-file", tmp_path / "prompt.txt", "--max-tokens", 10, "--seed", 3) == 0
-    assert pieces == ["DEF", " F(", "):.", "."]
+    assert parts == ["DEF", " F(", "):.", "."]
     summary = capsys.readouterr().err
     assert "weights: done\n" in summary
     for line in ("compiled no", "requests 1", "output tokens 10", "new tokens a round (mean) 3.00", "seed 3"):
@@ -31,7 +31,7 @@ def test_a_single_prompt_streams_and_standard_output_holds_nothing_else(
     assert made[0].closed
 
 
-def test_the_recipe_of_fp8_weights_is_said(
+def test_the_recipe_of_fp8_weights_is_printed(
     engine: type[FakeEngine],
     prompts: Path,
     capsys: pytest.CaptureFixture[str],
@@ -128,7 +128,7 @@ def test_a_signal_ends_what_runs_and_keeps_what_has_ended(
     number: int,
     code: int,
 ) -> None:
-    """The third request is done after one step, the second has begun, the first waits."""
+    """The third request ends after one step, the second has begun, the first waits."""
     lines = [{"prompt": "one"}, {"prompt": "two", "id": "b"}, {"prompt": "three", "max_tokens": 2}]
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -143,7 +143,7 @@ def test_a_signal_ends_what_runs_and_keeps_what_has_ended(
     assert run_main("--prompt-file", file, "--output", output) == code
     printed = capsys.readouterr()
     found = [json.loads(line) for line in output.read_text().splitlines()]
-    # The step that the signal fell into is counted.
+    # The step in which the signal came is counted.
     assert [(one["id"], one["text"], one["finish_reason"]) for one in found] == [
         (None, "TH", "length"),
         ("b", "TWO......", "abort"),
@@ -172,7 +172,7 @@ def test_a_request_that_fails_leaves_the_others_and_fails_the_run(
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float) -> None:
+def test_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float) -> None:
     from tests.checkpoints import write_checkpoint
 
     write_checkpoint(tmp_path, tokenizer=True)

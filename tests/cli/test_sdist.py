@@ -1,4 +1,4 @@
-"""The sdist of this tree holds what a clone holds, and its tests run where it was unpacked."""
+"""The sdist of this tree holds the files of a clone, and its tests run where it was unpacked."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("file", PART)
-def test_the_part_to_run_is_there(file: str) -> None:
+def test_the_tests_to_run_exist(file: str) -> None:
     assert (ROOT / file).is_file()
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_it_holds_what_a_clone_holds(unpacked: Path) -> None:
+def test_it_holds_the_files_of_a_clone(unpacked: Path) -> None:
     def files(root: Path) -> set[str]:
         ends = (".pyc", ".orig")
         return {
@@ -75,7 +75,7 @@ def test_its_tests_run(unpacked: Path, tmp_path: Path) -> None:
     call(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
     python = environment / "bin" / "python"
     (site,) = environment.glob("lib/python3*/site-packages")
-    # Everything but the package is what is installed here.
+    # All packages but our own are the installed ones.
     (site / "needed.pth").write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
     call(*pip, "--no-build-isolation", "--ignore-installed", unpacked, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a command imports what it needs."""
+"""Ctrl-C and SIGTERM while a command imports its modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from compiled_mtp.terminal.signals import leaving
 
 ROOT = Path(__file__).parents[2]
-# What an import makes of KeyboardInterrupt is its own affair.
+# An imported module may handle KeyboardInterrupt in its own way.
 SWALLOWING = """
 import os, signal, time
 try:
@@ -34,14 +34,14 @@ raise RuntimeError("the import went on")
         ("torch", ("serve", "--port", "0"), signal.SIGTERM, 143),
         ("torch", ("export", "--out", "x.zip"), signal.SIGTERM, 143),
         ("torch", ("quantize", "a", "b"), signal.SIGINT, 130),
-        # They are imported while the command is looked for.
+        # Imported while the command is looked up.
         ("tqdm", ("run", "--prompt", "x"), signal.SIGINT, 130),
         ("argparse", (), signal.SIGTERM, 143),
-        # Behind torch, before anything is made that would stay.
+        # After torch, and before any object is made that would stay.
         ("tokenizers", ("export", "--out", "x.zip"), signal.SIGINT, 130),
     ],
 )
-def test_an_import_is_left_at_once(
+def test_a_signal_ends_an_import_at_once(
     tmp_path: Path, package: str, words: tuple[str, ...], number: signal.Signals, code: int
 ) -> None:
     (tmp_path / f"{package}.py").write_text(SWALLOWING.format(number=int(number)))
@@ -62,14 +62,14 @@ def test_an_import_is_left_at_once(
     assert [*temporary.iterdir()] == []
 
 
-def test_the_handlers_from_before_are_there_again() -> None:
+def test_the_earlier_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with leaving():
         assert signal.getsignal(signal.SIGINT) not in before
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_other_threads_import_as_they_always_did() -> None:
+def test_other_threads_import_as_usual() -> None:
     found: list[object] = []
 
     def import_something() -> None:

@@ -1,4 +1,4 @@
-"""As a new user has it: the wheel in an environment of its own, the console script outside of the tree."""
+"""A new user's installation: the wheel in its own environment, the console script outside of the tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`compiled-mtp` as pip installs it; the packages it needs are those of this environment."""
+    """The `compiled-mtp` that pip installs; its dependencies are those of this environment."""
     tree, place = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("place")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("compiled_mtp", "ops", "graphs"):
@@ -109,7 +109,7 @@ def test_a_busy_port(script: Path, tmp_path: Path, busy_port: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_keeps_what_was_decoded(script: Path, tmp_path: Path, number: int, code: int) -> None:
+def test_a_signal_keeps_decoded_texts(script: Path, tmp_path: Path, number: int, code: int) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "def f(", "id": "long", "max_tokens": 4000}, {"prompt": "x", "id": "short"}]
     prompts.write_text("\n".join(map(json.dumps, lines)))

@@ -1,4 +1,4 @@
-"""The exchange of GPUs: two processes run its kernels through the interpreter; the compiler is asked too."""
+"""Communicators of GPUs: two processes run the kernels in Triton's interpreter; one test compiles them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import torch
 
 from compiled_mtp.communicators.communicator import CommunicatorError
 from compiled_mtp.ops.k_splits import add_tree
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import thread_communicators
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANNELS, CHUNK = 4, 16
 FIXED = {"CHANNELS": CHANNELS, "CHUNK": CHUNK, "PDL": False}
-# Fewer programs after more, so that channels have come to different epochs; and a last one that is not full.
+# Fewer programs after more, so that channels differ in their epochs, and a last program that is not full.
 SIZES = (40, 16, 64, 5, 50)
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernels, with signals that an interpreter can send; its stores and loads keep their order."""
+    """The kernels, with plain stores and loads as signals: the interpreter keeps their order."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a CUDA device is present, tests/gpu runs the kernels on it")
     import triton
@@ -58,9 +58,9 @@ def memories(world: int) -> list[torch.Tensor]:
 
 
 def run_rank(kernels: Any, rank: int, memory: list[torch.Tensor], seen: Any) -> None:
-    """Gathers and sums of all sizes, alternating; what comes is told by `seen`."""
+    """Run gathers and sums of all sizes alternately; pass whether each result is right to `seen`."""
     world = len(memory)
-    place = (
+    shared = (
         torch.tensor([each.data_ptr() for each in memory]),
         torch.zeros(CHANNELS, dtype=torch.int32),
         torch.tensor([0, 1 << 60]),
@@ -70,53 +70,55 @@ def run_rank(kernels: Any, rank: int, memory: list[torch.Tensor], seen: Any) -> 
         words = [torch.arange(size, dtype=torch.int32) * (peer + 1) + size for peer in range(world)]
         out = torch.full((world, size), -1, dtype=torch.int32)
         grid = (-(-size // CHUNK),)
-        kernels.gather_kernel[grid](words[rank], out, *place, size, 0, size, **fixed, PARTS=1)
+        kernels.gather_kernel[grid](words[rank], out, *shared, size, 0, size, **fixed, PARTIALS=1)
         seen(out.equal(torch.stack(words)))
         for count in (1, 2, 4):
             parts = parts_of(world, count, size)
             gathered = torch.full((world, size), float("nan"))
-            kernels.gather_kernel[grid](parts[rank], gathered, *place, size, size, size, **fixed, PARTS=count)
+            kernels.gather_kernel[grid](
+                parts[rank], gathered, *shared, size, size, size, **fixed, PARTIALS=count
+            )
             seen(gathered.equal(torch.stack([add_tree(each) for each in parts])))
         size *= world
         for count in (1, 2):
             parts = parts_of(world, count, size)
             sums = torch.full((size,), float("nan"), dtype=torch.bfloat16)
             grid = (-(-size // (CHUNK * world)),)
-            kernels.sum_kernel[grid](parts[rank], sums, *place, size, size, **fixed, PARTS=count)
-            # The norm's tree of all parts: how many each rank has changes no bit.
+            kernels.sum_kernel[grid](parts[rank], sums, *shared, size, size, **fixed, PARTIALS=count)
+            # The norm's tree of all partials: the number per rank changes no bit.
             seen(sums.equal(add_tree(torch.cat(parts)).bfloat16()))
 
 
 def parts_of(world: int, count: int, size: int) -> list[torch.Tensor]:
-    """Those of each rank, [count, size]."""
+    """Return the partials of each rank, [count, size]."""
     generator = torch.Generator().manual_seed(count)
     return [torch.randn(count, size, generator=generator) for _ in range(world)]
 
 
 def test_ranks_meet_in_every_channel(kernels: Any) -> None:
     memory, fork = memories(2), multiprocessing.get_context("fork")
-    told = fork.SimpleQueue()
-    other = fork.Process(target=run_rank, args=(kernels, 1, memory, told.put), daemon=True)
+    results = fork.SimpleQueue()
+    other = fork.Process(target=run_rank, args=(kernels, 1, memory, results.put), daemon=True)
     other.start()
     own: list[bool] = []
     run_rank(kernels, 0, memory, own.append)
     other.join(60)
-    assert own == [told.get() for _ in own] == [True] * (6 * len(SIZES))
+    assert own == [results.get() for _ in own] == [True] * (6 * len(SIZES))
 
 
-@pytest.mark.parametrize("given_up", [0, -1])
-def test_a_rank_that_never_comes_is_noted(kernels: Any, given_up: int) -> None:
-    """The kernel ends, and so does each that comes after; or as soon as the host gives up."""
-    memory, control = memories(2), torch.tensor([given_up, 40 if not given_up else 1 << 60])
+@pytest.mark.parametrize("aborted", [0, -1])
+def test_a_rank_that_never_comes_is_noted(kernels: Any, aborted: int) -> None:
+    """The kernel and all later ones end at the limit, or as soon as the host aborts."""
+    memory, control = memories(2), torch.tensor([aborted, 40 if not aborted else 1 << 60])
     peers = torch.tensor([each.data_ptr() for each in memory])
     epochs, x = torch.zeros(CHANNELS, dtype=torch.int32), torch.ones(40, dtype=torch.int32)
-    fixed = FIXED | {"RANK": 0, "WORLD": 2, "TURNS": 4, "PARTS": 1}
+    fixed = FIXED | {"RANK": 0, "WORLD": 2, "TURNS": 4, "PARTIALS": 1}
     for _ in range(2):
         kernels.gather_kernel[(3,)](x, x.new_zeros(80), peers, epochs, control, 40, 0, 40, **fixed)
-        assert control[0] == (given_up or 2)
+        assert control[0] == (aborted or 2)
 
 
-def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
+def test_hosts_gather_by_gloo_and_read_what_kernels_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from compiled_mtp.communicators import symmetric
@@ -135,11 +137,11 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
 
         def rendezvous(self, tensor: torch.Tensor, name: str) -> Memory:
             assert name == self.group[0]
-            # No signal of an earlier life is there when others come.
+            # The memory has no old signals when the other ranks get access.
             assert not tensor.any()
             from torch._C._distributed_c10d import _resolve_process_group
 
-            # What torch 2.11 meets by, and what others do.
+            # The store that torch 2.11 uses, and the store that other versions use.
             stores.extend([_resolve_process_group(name).get_group_store(), self.group[3]])
             return self
 
@@ -152,52 +154,52 @@ def test_hosts_exchange_by_gloo_and_read_what_kernels_note(
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
     communicator = symmetric.SymmetricCommunicator(0, 1, tmp_path, torch.device("cpu"))
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-    assert [type(store) for store in stores] == [symmetric.CountedAnew] * 2
+    assert [type(store) for store in stores] == [symmetric.RenumberedStore] * 2
     assert communicator._peers.tolist() == [communicator._memory.data_ptr()]
     assert communicator.least(5) == 5
     assert communicator._control.tolist() == [0, 600_000_000_000]
-    # Uncompiled too: on GPUs ranks have captured all that they launch.
+    # Also without compilation: on GPUs ranks have captured all that they launch.
     communicator.expect_steps()
-    # A kernel waits for a paused rank 0, until rank 0 asks it whom it misses.
+    # A kernel waits for a paused rank 0, until rank 0 asks which rank is missing.
     assert communicator._control[1] > 10**16
     communicator.name_missing()
     assert communicator._control.tolist() == [0, 0]
     communicator.check()
     assert [communicator.adds(rows) for rows in (63, 64)] == [False, True]
-    communicator.give_up()
-    with pytest.raises(CommunicatorError, match="the exchange was given up"):
+    communicator.abort()
+    with pytest.raises(CommunicatorError, match="the communicator was aborted"):
         communicator.check()
-    # As a kernel notes it; what comes later changes nothing.
+    # The fault as a kernel sets it; a later abort does not change it.
     communicator._control[0] = 2
-    communicator.give_up()
-    with pytest.raises(CommunicatorError, match="rank 1 did not come to an exchange within 7 s"):
+    communicator.abort()
+    with pytest.raises(CommunicatorError, match="rank 1 did not enter a collective within 7 s"):
         communicator.check()
 
     def fail(device: torch.device) -> None:
         raise RuntimeError("the device failed")
 
-    # Kernels of a device that failed may still read it; those of another have ended.
+    # Kernels of a failed device may still read the memory; on other devices all kernels have ended.
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     communicator.release()
-    assert communicator in symmetric._GIVEN_UP
+    assert communicator in symmetric._ABORTED
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     communicator.release()
-    assert communicator not in symmetric._GIVEN_UP
+    assert communicator not in symmetric._ABORTED
 
 
-def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
-    """torch counts rendezvous in a process: in rank 0's there may have been some."""
+def test_a_later_engine_of_rank_0_meets_new_ranks(tmp_path: Path) -> None:
+    """torch counts rendezvous per process, and rank 0's process may have had some before."""
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
-    from compiled_mtp.communicators.symmetric import CountedAnew
+    from compiled_mtp.communicators.symmetric import RenumberedStore
 
     file = str(tmp_path / "store")
-    CountedAnew(FileStore(file, 2)).set("other", "as it is")
+    RenumberedStore(FileStore(file, 2)).set("other", "as it is")
     assert FileStore(file, 2).get("other") == b"as it is"
-    ranks = [CountedAnew(FileStore(file, 2)) for _ in range(2)]
+    ranks = [RenumberedStore(FileStore(file, 2)) for _ in range(2)]
     for communicator in range(2):
         for rank, (store, first) in enumerate(zip(ranks, (7, 0), strict=True)):
-            # As torch reaches it: from C++.
+            # torch calls the store from C++.
             PrefixStore(f"CUDASymmetricMemory/{first + communicator}", store).set(
                 str(rank), bytes([rank, 255, 0])
             )
@@ -207,13 +209,13 @@ def test_an_engine_behind_others_meets_new_ranks(tmp_path: Path) -> None:
         for store, first in zip(ranks, (7, 0), strict=True):
             assert store.add(f"CUDASymmetricMemory/{first + communicator}/came", 1) == 1 + (store is ranks[1])
             store.wait([f"CUDASymmetricMemory/{first + communicator}/{rank}" for rank in range(2)])
-    # What is numbered apart is counted apart.
+    # Each prefix has its own numbers.
     ranks[0].set("validate/group/0/0", "as it is")
     assert FileStore(file, 2).get("validate/group/0/0") == b"as it is"
 
 
 class OnGpu:
-    """A tensor of the host that says it is on a GPU."""
+    """A CPU tensor whose `is_cuda` is True."""
 
     is_cuda = True
 
@@ -225,7 +227,7 @@ class OnGpu:
 
 
 def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It returns nothing to wait for there; the host's values go by gloo."""
+    """NCCL returns no work to wait for on the stream; CPU tensors go by gloo."""
     from compiled_mtp.communicators.nccl import NcclCommunicator
 
     class Group:
@@ -233,7 +235,7 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
             pass
 
         def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
-            self.given_up, self.options = [threading.Event(), threading.Event()], options
+            self.aborted, self.options = [threading.Event(), threading.Event()], options
             self.ends = threading.Event()
 
         def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
@@ -241,8 +243,8 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
             out.copy_(x)
 
         def abort(self) -> None:
-            next(event for event in self.given_up if not event.is_set()).set()
-            # Until no graph is left.
+            next(event for event in self.aborted if not event.is_set()).set()
+            # NCCL waits until no graph is left.
             self.ends.wait(20)
 
     monkeypatch.setattr("torch._C._distributed_c10d.ProcessGroupNCCL", Group, raising=False)
@@ -253,12 +255,12 @@ def test_nccl_gathers_on_the_steps_stream(tmp_path: Path, monkeypatch: pytest.Mo
     assert communicator._gather(x).equal(x.tensor[None])
     assert communicator.least(5) == 5
     group: Any = communicator._device_group
-    # Whoever tells it does not wait, and it is told once.
-    communicator.give_up()
-    communicator.give_up()
-    assert group.given_up[0].wait(20)
+    # `abort` does not wait, and aborts NCCL once.
+    communicator.abort()
+    communicator.abort()
+    assert group.aborted[0].wait(20)
     group.ends.set()
-    assert not group.given_up[1].is_set()
+    assert not group.aborted[1].is_set()
 
 
 CODE = """
@@ -277,7 +279,7 @@ def launch(kernel, dtype, parts, device):
         torch.empty(1024, dtype=t, device=device) for t in (torch.int64, torch.int32, torch.int64)
     )
     kernel[(20,)](
-        x, out, peers, epochs, control, 20480, 20480, *strides, PARTS=parts, RANK=1, WORLD=2,
+        x, out, peers, epochs, control, 20480, 20480, *strides, PARTIALS=parts, RANK=1, WORLD=2,
         CHANNELS=1024, CHUNK=1024, TURNS=4096, PDL=True, num_warps=4, launch_pdl=True,
     )
 
@@ -292,8 +294,8 @@ print(json.dumps(ptx))
 
 
 def test_the_compiler_keeps_the_order_of_signals() -> None:
-    """For sm_90: nothing is touched before the wait; signals lie behind a barrier of the stores that they
-    stand for, and are released to, and acquired from, the whole system."""
+    """For sm_90: no memory access comes before the wait; a barrier separates a signal from the stores before
+    it; signals have release and acquire semantics for the whole system."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -316,9 +318,9 @@ def test_the_compiler_keeps_the_order_of_signals() -> None:
             assert any(look > signal for look in places("ld.acquire.sys.global.b32"))
 
 
-def test_many_rows_are_added_on_their_way() -> None:
-    """Where an exchange can; the sums are those that the norm would make of the parts."""
-    communicator = exchanges(1)[0]
+def test_many_rows_are_summed_by_the_communicator() -> None:
+    """The sums equal those that the norm makes of the partials."""
+    communicator = thread_communicators(1)[0]
     parts = torch.randn(4, 64, 8)
     sums = add_tree(parts)[None]
     assert communicator.gather_partials(parts, torch.bfloat16).equal(sums)

@@ -1,4 +1,4 @@
-"""Ranks that are threads of the test: what they compute is what processes compute, and they start at once."""
+"""Ranks as threads of the test: they compute what ranks in processes compute, and they start at once."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import EngineSpec
 
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 
 
 class ThreadCommunicator(Communicator):
-    """Between threads that share `meeting` and `brought`."""
+    """Connects threads that share `barrier` and `tensors`."""
 
-    def __init__(self, rank: int, meeting: threading.Barrier, brought: list[torch.Tensor]) -> None:
-        super().__init__(rank, meeting.parties)
-        self.meeting, self.brought = meeting, brought
+    def __init__(self, rank: int, barrier: threading.Barrier, tensors: list[torch.Tensor]) -> None:
+        super().__init__(rank, barrier.parties)
+        self.barrier, self.tensors = barrier, tensors
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        self.brought[self.rank] = x
-        self.meeting.wait(_PATIENCE_S)
-        gathered = torch.stack(self.brought)
-        self.meeting.wait(_PATIENCE_S)
+        self.tensors[self.rank] = x
+        self.barrier.wait(_TIMEOUT_S)
+        gathered = torch.stack(self.tensors)
+        self.barrier.wait(_TIMEOUT_S)
         return gathered
 
 
-def exchanges(world: int) -> list[ThreadCommunicator]:
-    """One for each rank."""
-    meeting, brought = threading.Barrier(world), [torch.empty(0)] * world
-    return [ThreadCommunicator(rank, meeting, brought) for rank in range(world)]
+def thread_communicators(world: int) -> list[ThreadCommunicator]:
+    """Return one communicator for each rank."""
+    barrier, tensors = threading.Barrier(world), [torch.empty(0)] * world
+    return [ThreadCommunicator(rank, barrier, tensors) for rank in range(world)]
 
 
 class ThreadRunner(Runner):
-    """Rank 0's runner, with the others' in threads: `followers` once they are built."""
+    """Rank 0's runner; the other ranks' runners, in `followers` once they are built, run in threads."""
 
     def __init__(self, spec: EngineSpec, *_: Any, save_to: Path | None = None) -> None:
-        own, *others = exchanges(spec.config.tensor_parallel)
+        own, *others = thread_communicators(spec.config.tensor_parallel)
         self.messages: list[SimpleQueue[tuple[Any, ...]]] = [SimpleQueue() for _ in others]
         self.followers: list[Runner] = []
         self.errors: list[BaseException] = []
@@ -61,7 +61,7 @@ class ThreadRunner(Runner):
                     assert result is None or (result.error is None and not result.copies_failed)
             except BaseException as error:
                 self.errors.append(error)
-                communicator.meeting.abort()
+                communicator.barrier.abort()
 
         self._threads = [
             threading.Thread(target=follow, args=pair, daemon=True)
@@ -90,13 +90,13 @@ class ThreadRunner(Runner):
         super().close()
         self.tell("close")
         for thread in self._threads:
-            thread.join(_PATIENCE_S)
+            thread.join(_TIMEOUT_S)
         assert not self.errors
 
 
 @contextmanager
 def engine_of(directory: Path, world: int, **options: Any) -> Iterator[Engine]:
-    """A small CPU engine of `world` ranks."""
+    """Yield a small CPU engine of `world` ranks."""
     defaults: dict[str, Any] = {
         "device": "cpu",
         "mtp_step": 3,

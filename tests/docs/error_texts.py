@@ -1,4 +1,4 @@
-"""The texts of the errors that the code raises, read from its source, with … for what a run fills in."""
+"""The texts of the errors that the code raises, read from its source, with … for values of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _CONSTRUCTORS = ("check", "fail")
 
 
 def error_texts() -> frozenset[str]:
-    """Every literal text of two words and more of the package, and the texts that `check` and `fail` make."""
+    """Return every literal text of at least two words in the package, and the texts made by `check` and
+    `fail`."""
     found: set[str] = set()
     for folder in ("compiled_mtp", "ops", "graphs"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -35,7 +36,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 
 def _assignments(scope: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Names that the scope gives one value."""
+    """Return the names to which the scope assigns one value."""
     counts: dict[str, list[ast.expr]] = {}
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

@@ -1,8 +1,8 @@
-"""Every ```bash and ```python block of README.md and docs/ is run, or stands below with the reason why not.
+"""Every ```bash and ```python block of README.md and docs/ is run, or listed below with the reason.
 
-A line of a bash block is run in this process, in a folder with the examples, with few tokens and the
-checkpoint that ships in the place of released ones. What is only read has its flags, extras and targets
-compared with those that exist. A line that is neither fails.
+A line of a bash block is run in this process, in a folder with the examples, with few tokens and the default
+checkpoint instead of released ones. For lines that are only read, flags, extras and targets are compared with
+those that exist. Any other line fails.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.docs.error_texts import ROOT
 from tools import plot
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-# Beside those that are run: what a document shows, and what files hold.
+# Languages of blocks that are not run: output, and contents of files.
 LANGUAGES = {"bash", "python", "json", "yaml", ""}
 RUN_ELSEWHERE = {"serving.md": "tests/server/test_docs.py, against a server"}
-# How lines begin that are not run, and why. Each is read: see `read_line`.
+# Beginnings of lines that are not run, with the reason. Each is read: see `read_line`.
 NOT_RUN = {
     "make ": "what CI runs, or needs minutes, a GPU, Chromium or Ray",
     "pip install ": "reaches package registries",
@@ -51,7 +51,7 @@ RELEASED = re.compile(r"^(Qwen|/data)/")
 
 
 def blocks(document: Path) -> list[tuple[str, str]]:
-    """(language, text) of each fenced block."""
+    """Return (language, text) of each fenced block."""
     return FENCED.findall(document.read_text(encoding="utf-8"))
 
 
@@ -64,7 +64,7 @@ BLOCKS = [
 
 
 def lines_of(text: str) -> Iterator[str]:
-    """The commands of a bash block: comments left out, continued lines joined."""
+    """Return the commands of a bash block: comments left out, continued lines joined."""
     for line in text.replace("\\\n", " ").splitlines():
         if line.strip() and not line.startswith("#"):
             yield line
@@ -72,7 +72,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where commands run: what they read is there, what they write stays."""
+    """The folder in which commands run: it holds their inputs and keeps their outputs."""
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     (tmp_path / "examples").mkdir()
     for path in (ROOT / "examples").iterdir():
@@ -94,7 +94,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def marks_of(picture: Path) -> list[float]:
-    """x and y of every mark of a picture of tools/plot.py, in points."""
+    """Return x and y, in points, of every mark of a picture of tools/plot.py."""
     found = re.findall(r'<use [^>]*x="([-\d.]+)" y="([-\d.]+)"', picture.read_text(encoding="utf-8"))
     return [float(number) for pair in found for number in pair]
 
@@ -110,7 +110,7 @@ def run_line(words: list[str]) -> None:
         name = words[words.index("--output") + 1]
         drawn, committed = marks_of(Path(name)), marks_of(ROOT / name)
         assert len(drawn) == len(committed) > 0
-        # A release of matplotlib may move a point by a hair.
+        # Releases of matplotlib may move a point slightly.
         assert all(abs(one - other) < 2 for one, other in zip(drawn, committed, strict=True))
     elif words[0] == "python" and words[1].startswith("examples/"):
         few = ["--max-tokens", str(FEW)] if words[1].endswith("stream.py") else []
@@ -120,7 +120,7 @@ def run_line(words: list[str]) -> None:
 
 
 def read_line(words: list[str]) -> None:
-    """Compare what a command that is not run names with what exists."""
+    """Compare the names in a command that is not run with those that exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     if words[0] == "make":
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -150,7 +150,7 @@ def test_a_block(folder: Path, language: str, text: str) -> None:
                 read_line(words)
             else:
                 run_line(words)
-    elif language == "python" and not text.startswith("    "):  # Else it is what a command has written.
+    elif language == "python" and not text.startswith("    "):  # Otherwise it is a command's output.
         exec(compile(text, "block", "exec"), {"__name__": "block"})
     elif language == "json":
         assert all(json.loads(line) for line in text.splitlines())
@@ -186,5 +186,5 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def slug(heading: str) -> str:
-    """A heading's anchor, as readers of Markdown make it."""
+    """Return a heading's anchor, as Markdown viewers make it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

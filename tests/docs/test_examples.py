@@ -1,4 +1,4 @@
-"""The examples answer a mistake with one line; what they show is run by test_blocks.py and tests/server."""
+"""The examples answer a mistake with one line; test_blocks.py and tests/server run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docs.error_texts import ROOT
         ("stream.py", "--model", "/no/such", "model must be a directory with a config.json, got /no/such"),
         ("batch.py", "--model", "/no/such", "model must be a directory with a config.json, got /no/such"),
         ("many_streams.py", "--model", "/no/such", "model must be a directory with a config.json, got /no"),
-        # Port 9 is nobody's.
+        # No process listens on port 9.
         ("client.py", "--url", "http://127.0.0.1:9/v1", "Connection error. (--url says where the"),
     ],
 )
@@ -25,6 +25,6 @@ def test_a_mistake_is_one_line(
     monkeypatch.setattr("sys.argv", [name, flag, value])
     with pytest.raises(SystemExit) as error:
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-    # What Python prints of it, and then ends with exit code 1.
+    # Python prints it, and then exits with code 1.
     assert str(error.value).startswith(f"error: {says}")
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Every file of the tree that a page names is there, and defines what the page says that it does."""
+"""Every file that a page names exists, and defines the names that the page says it defines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find(name: str) -> Path | None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_the_names_of_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [name for name in PATH.findall(text) if find(name) is None] == []
     for name, path in DEFINED.findall(text):

@@ -1,4 +1,4 @@
-"""Every error that docs/troubleshooting.md quotes is one that the code raises, word for word."""
+"""The code raises every error that docs/troubleshooting.md quotes, word for word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.docs.error_texts import ROOT, error_texts
 
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-# The first cell of each row of the tables; a remedy may quote a command between backticks of its own.
+# The first cell of each row of the tables; a remedy may quote a command between backticks.
 QUOTED = re.findall(r"^\| `(.+?)` \| ", TEXT, flags=re.MULTILINE)
 
 
@@ -26,12 +26,12 @@ def test_each_is_raised_somewhere(texts: frozenset[str]) -> None:
     assert [quoted for quoted in QUOTED if quoted not in texts] == []
 
 
-def test_what_stands_beside_the_tables(texts: frozenset[str]) -> None:
+def test_errors_quoted_outside_the_tables_are_raised(texts: frozenset[str]) -> None:
     said = re.findall(r"`(serve needs [^`]+)`|\*`(running uncompiled: [^`]+)`\*", TEXT)
     assert len(said) == 2
     for text in map("".join, said):
         assert any(text in known for known in texts), text
 
 
-def test_a_text_that_no_code_has_is_found(texts: frozenset[str]) -> None:
+def test_a_text_that_is_not_in_the_code_is_found(texts: frozenset[str]) -> None:
     assert "mtp_step must be even, got …; halve it" not in texts

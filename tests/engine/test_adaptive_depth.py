@@ -1,4 +1,4 @@
-"""mtp_step "auto": the same tokens whatever depth each round has, and what the engine says about it."""
+"""mtp_step "auto": the same tokens whatever depth each round has, and the statistics of depths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def add_all(engine: Engine) -> None:
-    """Greedy and drawn requests, one with log probabilities, whose rounds run as two halves."""
+    """Add greedy and sampled requests, one with log probabilities, whose rounds have two phases."""
     for length in LENGTHS:
         fields = {"logprobs": 2} if length == 30 else {}
         temperature = 0.0 if length == 64 else 0.8
@@ -71,7 +71,7 @@ def test_same_tokens_at_any_depth_in_any_round(
         assert run_to_end(engine) == streams
 
 
-def test_the_draft_reads_written_keys_alone_after_rounds_without_drafts(
+def test_the_draft_reads_only_written_keys_after_rounds_without_drafts(
     engine: Engine, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force(engine, cycle([0] * 9 + [5, 1]), monkeypatch)
@@ -91,10 +91,10 @@ def test_the_draft_reads_written_keys_alone_after_rounds_without_drafts(
     assert checked > 5
 
 
-def test_a_result_that_was_there_before_it_was_asked_for_is_late(
+def test_a_result_that_is_ready_before_its_read_is_late(
     engine: Engine, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With events as a GPU has them, by turns done and not."""
+    """Events as on a GPU, some already done when the host asks."""
     assert engine._depths is not None
     runner, turns, expected, found = engine.runner, cycle([True, False, False]), [], []
     make, read = runner._make_buffer, engine._depths.read

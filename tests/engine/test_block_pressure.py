@@ -1,4 +1,5 @@
-"""Engines whose blocks run short: the tokens of each request alone, whoever leaves and comes back."""
+"""Engines short of blocks: each request has the tokens that it has alone, however often requests are
+preempted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.engines import LateCopyStream, make_engine, prompt_of
 
 VOCAB = 512
 LONGEST = {"max_tokens": 36, "ignore_eos": True}
-# Of 16 tokens, for one and a half of the longest requests.
+# Blocks of 16 tokens, enough for one and a half of the longest requests.
 FEW_BLOCKS = 8
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "logprobs": 2},
@@ -52,14 +53,15 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 @cache
 def alone(directory: Path) -> list[RequestOutput]:
-    """What each gives without drafts or want of blocks."""
+    """Return each request's output without drafts and with enough blocks."""
     engine = engine_of(directory, 60, mtp_step=0)
     return engine.generate(*map(list, zip(*requests(), strict=True)))
 
 
 def run(engine: Engine, order: list[str] | None = None) -> list[RequestOutput]:
-    """All requests together, every operation followed by a look at who owns what; `order` gains the ids as
-    they end.
+    """Run all requests together and check the owners of slots and blocks after every step.
+
+    order: gains the request ids as the requests end.
     """
     made, parts = requests(), {}
     for index, (prompt, params) in enumerate(made):
@@ -94,11 +96,11 @@ def test_a_pool_for_one_and_a_half_requests_runs_all(
 ) -> None:
     options = {"mtp_step": mtp_step, "max_in_flight": max_in_flight, "offload_gb": offload_gb}
     engine = engine_of(checkpoint, FEW_BLOCKS, **options)
-    # As little ahead as possible, so that somebody must leave again and again.
+    # Reserve as few tokens ahead as possible, so that requests are preempted again and again.
     engine.scheduler._planner._admission.tokens_ahead = 0
     order: list[str] = []
     check(checkpoint, run(engine, order))
-    # Of equal lengths, but for the grammar's.
+    # All requests but the grammar's have the same length.
     assert mtp_step or [name for name in order if name != "2"] == ["0", "1", "3", "4"]
     stats = engine.stats()
     assert stats.blocks_used == 0
@@ -116,7 +118,7 @@ def test_copies_that_take_longer_than_launches_change_no_token(
     engine.scheduler._planner._admission.tokens_ahead = 0
     check(checkpoint, run(engine))
     assert engine.stats().offloads > 1
-    # Interrupted in the middle of a copy, those who wait go on.
+    # After an interrupt in the middle of a copy, the waiting requests go on.
     for index, (prompt, params) in enumerate(requests()):
         engine.add_request(prompt_token_ids=prompt, params=params, request_id=str(index))
     copy_stream = engine.runner.moves._copy_streams["host"]
@@ -137,7 +139,7 @@ def _interrupt(plan: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_the_pool_alone_cannot_hold_ends_with_length_and_says_so(checkpoint: Path) -> None:
+def test_a_request_longer_than_the_pool_ends_with_length_and_says_so(checkpoint: Path) -> None:
     engine = engine_of(checkpoint, 6, mtp_step=3, max_in_flight=1, offload_gb=0)
     assert engine.runner.memory.max_model_len == 80
     params = SamplingParams(max_tokens=500, ignore_eos=True, seed=1)
@@ -162,11 +164,11 @@ def test_a_checkpoint_of_long_requests_starts_with_little_memory(tmp_path: Path)
     file.write_text(json.dumps(config))
     before = _resident_bytes()
     engine = Engine(EngineConfig(model=tmp_path, device="cpu"))
-    # As far as memory goes: 262,144 tokens of a machine with 2 GiB for them.
+    # max_model_len is limited by memory: 2 GiB suffice for 262,144 tokens of this model.
     assert engine.runner.memory.max_model_len > 4096
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert len(engine.generate([[1, 2, 3]], params)[0].new_token_ids) == 3
-    # The rotary table has 64 MiB of it; pages have none before they are written.
+    # The rotary table takes 64 MiB; the cache's pages take no memory before they are written.
     assert _resident_bytes() - before < 400 << 20
 
 

@@ -115,7 +115,7 @@ def test_abort_in_every_state_leaves_the_others_alone(checkpoint: Path, stream: 
 
 
 def test_requests_wait_for_blocks_and_all_finish(checkpoint: Path, stream: list[int]) -> None:
-    # 33 usable blocks of 16: one request of 512 positions fits, and several short ones beside each other.
+    # 33 usable blocks of 16: one request of 512 positions fits, or several short ones together.
     engine = make_engine(checkpoint, mtp_step=3, num_blocks=34)
     long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=long, request_id="long")
@@ -191,7 +191,7 @@ def test_generate_queues_nothing_when_one_prompt_is_bad(engine: Engine) -> None:
 
 def test_an_unknown_request_cannot_be_aborted(engine: Engine) -> None:
     with pytest.raises(ValueError, match="request_id must"):
-        engine.abort("nobody")
+        engine.abort("unknown")
 
 
 def test_a_checkpoint_without_an_mtp_head_decodes_plainly_and_says_so(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_missing_device_is_named(checkpoint: Path) -> None:
 
 
 def test_nan_in_one_request_ends_it_alone(checkpoint: Path, stream: list[int]) -> None:
-    """A request whose state turned NaN ends with an error that names the position; its neighbour goes on."""
+    """A request whose state becomes NaN ends with an error that names the position; its neighbour goes on."""
     engine = make_engine(checkpoint, mtp_step=3)
     engine.add_request(prompt_token_ids=prompt_of(30, 9, VOCAB), params=GREEDY, request_id="broken")
     engine.add_request(prompt_token_ids=prompt_of(20, 1, VOCAB), params=GREEDY, request_id="sound")
@@ -269,8 +269,8 @@ def test_an_fp8_cache_changes_logits_little_and_halves_its_bytes(checkpoint: Pat
         logits.append(step.target.logits(hidden))
     # Keys and values of 256 dims and two scales, one KV head.
     assert bytes_a_token == [2 * 256 * 2, 2 * (256 + 4)]
-    # Measured on logits of scale 4.6: 0.039 in the mean square, 0.3 at most; 0.062 and 1.6 for Qwen3-Next,
-    # whose router may choose another expert; 0.024 and 0.19 for the checkpoint that ships (scale 3.2).
+    # Measured on logits of scale 4.6: 0.039 root mean square, 0.3 at most; 0.062 and 1.6 for Qwen3-Next,
+    # whose router may choose another expert; 0.024 and 0.19 for the default checkpoint (scale 3.2).
     error = (logits[0] - logits[1]).abs()
     print(f"mean square {float(error.square().mean().sqrt()):.3f}, at most {float(error.max()):.3f}")
     assert 0 < float(error.square().mean().sqrt()) < 0.08
@@ -288,7 +288,7 @@ def test_an_fp8_cache_is_refused_where_kernels_cannot_read_it(
         match=r"kv_dtype must be auto below compute capability 8\.9, got float8_e4m3fn on 8\.6; use",
     ):
         resolve_kv_dtype("float8_e4m3fn", torch.bfloat16, cuda)
-    # The engine asks before it reads weights or plans memory.
+    # The engine checks before it reads weights or plans memory.
     monkeypatch.setattr("compiled_mtp.runner.spec.resolve_device", lambda name: cuda)
     with pytest.raises(ValueError, match="kv_dtype must be auto below"):
         Engine(EngineConfig(model=checkpoint, kv_dtype="float8_e4m3fn"))
@@ -341,12 +341,12 @@ def test_a_ranked_draft_head_in_fp8_changes_no_token(
     assert tokens["a"] == stream
     plain = make_engine(checkpoint, mtp_step=0)
     assert plain.generate([prompt_of(20, 1, VOCAB)], params[1])[0].new_token_ids == tokens["b"]
-    # 13 is what slots hold before they hold a draft.
+    # Slots hold 13 until they hold a draft.
     assert drafted <= named | {0, 13}
     assert len(drafted) > 5
 
 
-def test_progress_tells_of_weights_and_of_prompts_longer_than_a_chunk(checkpoint: Path) -> None:
+def test_progress_reports_weights_and_prompts_longer_than_a_chunk(checkpoint: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     config = EngineConfig(model=checkpoint, device="cpu", mtp_step=0, prefill_chunk=64, max_model_len=512)
     engine = Engine(config, progress=lambda *what: seen.append(what))
@@ -355,12 +355,12 @@ def test_progress_tells_of_weights_and_of_prompts_longer_than_a_chunk(checkpoint
     seen.clear()
     engine.generate([prompt_of(150, 1, VOCAB), prompt_of(20, 1, VOCAB)], GREEDY)
     prefill = [("prefill", 64, 150), ("prefill", 128, 150), ("prefill", 150, 150)]
-    # They share the last launch.
+    # The two prompts share the last launch.
     assert seen == [*prefill, ("requests", 2, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_callers_default_dtype_is_none_of_ours(
+def test_the_callers_default_dtype_has_no_effect(
     checkpoint: Path, stream: list[int], dtype: torch.dtype
 ) -> None:
     torch.set_default_dtype(dtype)

@@ -1,4 +1,4 @@
-"""When a launch fails, a step is interrupted or a caller errs: others go on, and nothing is lost or wrong."""
+"""After a failed launch, an interrupted step or a caller's error, other requests go on and lose no token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engines import collect, make_engine, prompt_of, run_to_end
 VOCAB = 512
 PROMPTS = {"a": prompt_of(20, 1, VOCAB), "b": prompt_of(130, 2, VOCAB), "c": prompt_of(30, 3, VOCAB)}
 PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
-# So many times have the prompts been added.
+# The number of `add_all` calls: each run has its own cache salt.
 RUNS = [0]
 
 
@@ -40,7 +40,7 @@ def streams(checkpoint: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["0_in_flight", "1_in_flight"])
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
-    """One for many tests: after each it must be as good as new."""
+    """One engine for many tests: each test must leave it usable."""
     return make_engine(checkpoint, mtp_step=3, max_in_flight=request.param, max_batch=2)
 
 
@@ -48,7 +48,7 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
 def raising(
     owner: Any, name: str, call: int, error: BaseException, *, is_late: bool = False
 ) -> Iterator[None]:
-    """Let `owner.name` raise once, at its `call`-th call; `is_late`: after it has done its work."""
+    """Let `owner.name` raise once, at its `call`-th call; is_late: after the call has done its work."""
     method: Callable[..., Any] = getattr(owner, name)
     count = 0
 
@@ -71,19 +71,19 @@ def raising(
 
 
 def add_all(engine: Engine) -> None:
-    # What earlier tests have left in the prefix cache is not for these; what these leave is for check_end.
+    # Prompts of this run share no cached prefix with earlier tests; `check_end` finds those of this run.
     RUNS[0] += 1
     for name, prompt in PROMPTS.items():
         engine.add_request(prompt_token_ids=prompt, params=own_params(), request_id=name)
 
 
 def own_params() -> SamplingParams:
-    """The parameters of this run's requests, which share cached prefixes with nobody else."""
+    """Return the parameters of this run's requests, which share cached prefixes only with each other."""
     return PARAMS.model_copy(update={"cache_salt": str(RUNS[0])})
 
 
 def check_end(engine: Engine, streams: dict[str, list[int]], outputs: list[RequestOutput]) -> dict[str, str]:
-    """Every request has ended once, with its own tokens or, at an error, the first of them."""
+    """Check that every request ended once, with its own tokens or, after an error, with the first of them."""
     reasons: dict[str, str] = {}
     tokens: dict[str, list[int]] = {}
     collect(tokens, outputs)
@@ -97,7 +97,7 @@ def check_end(engine: Engine, streams: dict[str, list[int]], outputs: list[Reque
         is_error = reasons[name] == "error"
         assert tokens[name] == (stream[: len(tokens[name])] if is_error else stream)
     assert engine.stats().blocks_used == 0
-    # And the engine goes on as if nothing had been.
+    # The engine goes on and gives the same tokens.
     again = engine.generate([PROMPTS["b"], PROMPTS["a"]], own_params())
     assert [output.new_token_ids for output in again] == [streams["b"], streams["a"]]
     return reasons
@@ -116,7 +116,7 @@ def check_end(engine: Engine, streams: dict[str, list[int]], outputs: list[Reque
     ],
 )
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_launch_that_fails_ends_its_own_requests_alone(
+def test_a_failed_launch_ends_only_its_own_requests(
     engine: Engine,
     streams: dict[str, list[int]],
     caplog: pytest.LogCaptureFixture,
@@ -137,7 +137,7 @@ def test_a_launch_that_fails_ends_its_own_requests_alone(
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])
-def test_an_install_that_fails_costs_the_others_nothing(
+def test_a_failed_install_leaves_other_requests_alone(
     engine: Engine, streams: dict[str, list[int]], call: int
 ) -> None:
     outputs: list[RequestOutput] = []
@@ -154,7 +154,7 @@ def test_an_install_that_fails_costs_the_others_nothing(
 )
 @pytest.mark.parametrize("call", [1, 3])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_an_interrupt_ends_what_had_begun_and_those_who_wait_go_on(
+def test_an_interrupt_ends_running_requests_and_waiting_ones_go_on(
     engine: Engine, streams: dict[str, list[int]], owner: str, where: str, call: int, is_late: bool
 ) -> None:
     owners = {
@@ -212,7 +212,7 @@ def test_generate_keeps_the_outputs_of_other_requests(
     assert engine.stats().finished == 3
 
 
-def test_generate_leaves_nothing_behind(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+def test_generate_leaves_no_request_after_an_error(checkpoint: Path, streams: dict[str, list[int]]) -> None:
     engine = make_engine(checkpoint, mtp_step=3, max_batch=2)
     engine.add_request(prompt_token_ids=PROMPTS["c"], params=PARAMS, request_id="c")
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt must be text, ids or a chat, got 5"):
@@ -227,7 +227,7 @@ def test_generate_leaves_nothing_behind(checkpoint: Path, streams: dict[str, lis
     assert engine.generate([PROMPTS["b"]], PARAMS)[0].new_token_ids == streams["b"]
 
 
-def test_a_second_interrupt_while_copies_are_waited_for(
+def test_a_second_interrupt_during_the_wait_for_copies(
     checkpoint: Path, streams: dict[str, list[int]]
 ) -> None:
     engine = make_engine(checkpoint, mtp_step=3, max_in_flight=1, max_batch=1)
@@ -248,17 +248,17 @@ def test_a_second_interrupt_while_copies_are_waited_for(
         wait(*given)
 
     moves.wait = count  # type: ignore[method-assign]
-    # Copies are waited for before the first launch, once.
+    # The engine waits for copies once, before the first launch.
     outputs = run_to_end(engine)
     assert len(waits) == 1
     assert outputs["b"] == streams["b"]
     engine.scheduler.check_integrity()
 
 
-def test_an_interrupt_inside_generate_takes_nothing_from_others(
+def test_an_interrupt_inside_generate_takes_no_output_of_other_requests(
     checkpoint: Path, streams: dict[str, list[int]]
 ) -> None:
-    """Whatever statement of generate it meets: here those that look at its own outputs."""
+    """At any statement of generate: here at those that look at its own outputs."""
 
     class Interrupting(dict[str, list[int]]):
         def __contains__(self, key: object) -> bool:
@@ -287,7 +287,7 @@ def test_an_interrupt_inside_generate_takes_nothing_from_others(
 def test_an_interrupted_abort_ends_its_request_once(
     engine: Engine, streams: dict[str, list[int]], victim: str, owner: str, where: str, is_late: bool
 ) -> None:
-    """Of one that runs and of one that waits."""
+    """For a running request and for a waiting one."""
     owners = {"scheduler": engine.scheduler, "planner": engine.scheduler._planner}
     add_all(engine)
     outputs = engine.step() + engine.step()
@@ -365,7 +365,7 @@ def test_a_text_is_one_prompt(checkpoint: Path) -> None:
     assert one.new_token_ids == listed.new_token_ids
 
 
-def test_ids_of_our_own_keep_clear_of_the_callers(checkpoint: Path) -> None:
+def test_generated_ids_do_not_collide_with_the_callers(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=0)
     engine.add_request("x", PARAMS, request_id="request-2")
     assert [engine.add_request("x", PARAMS) for _ in range(3)] == ["request-1", "request-3", "request-4"]
@@ -379,7 +379,7 @@ def test_a_huge_top_k_keeps_every_token(checkpoint: Path) -> None:
 
 
 def test_ids_that_the_tokenizer_has_and_the_model_has_not_are_refused(tmp_path: Path) -> None:
-    """As when tokens were added to a tokenizer whose checkpoint was not resized."""
+    """As when tokens were added to a tokenizer but the checkpoint was not resized."""
     write_checkpoint(tmp_path, tokenizer=True)
     file = str(tmp_path / "tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(file)
@@ -387,7 +387,7 @@ def test_ids_that_the_tokenizer_has_and_the_model_has_not_are_refused(tmp_path: 
     tokenizer.add_tokens([f"<new {index}>" for index in range(new)])
     tokenizer.save(file)
     engine = make_engine(tmp_path, mtp_step=0)
-    # A stop that the model cannot draw is never met.
+    # A stop id that the model cannot draw has no effect.
     engine.add_request(f"a<new {new - 2}>b", PARAMS.model_copy(update={"stop": (f"<new {new - 1}>",)}))
     with pytest.raises(ValueError, match=f"prompt must lie in 0..{VOCAB - 1}, got {VOCAB}; use the ids"):
         engine.add_request(f"a<new {new - 1}>b")

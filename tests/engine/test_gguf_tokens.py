@@ -1,4 +1,4 @@
-"""An engine on a GGUF file gives the tokens of the checkpoint that the file was made from."""
+"""An engine on a GGUF file gives the tokens of the checkpoint from which the file was made."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_missing_metadata_are_named(missing: str, tmp_path: Path) -> None:
         Engine(path, **SETTINGS)
 
 
-def test_the_model_that_ships_speaks_from_a_gguf_file(tmp_path: Path) -> None:
-    """Its tokenizer splits text in a way of its own, so tokenizer.json lies beside the file."""
+def test_the_default_model_runs_from_a_gguf_file(tmp_path: Path) -> None:
+    """Its tokenizer splits text in its own way, so tokenizer.json must lie beside the file."""
     from compiled_mtp import default_model
 
     source = Path(default_model.__file__).parent

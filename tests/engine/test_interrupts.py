@@ -1,5 +1,6 @@
-"""Ctrl-C, and memory that runs out, at any line: the engine steps on, every request is told how it ended, no
-output is lost, and whatever comes later has exactly the tokens that a fresh engine gives it.
+"""Ctrl-C and out-of-memory errors at any line: the engine goes on and loses no output.
+
+Every request is told how it ended, and later requests have exactly the tokens that a fresh engine gives them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VOCAB = 512
 PLAIN = SamplingParams(max_tokens=4, temperature=0.8, seed=5, ignore_eos=True)
 GUIDED = SamplingParams(max_tokens=4, temperature=1.0, seed=6, guided_regex="[a-f ]{20,30}")
 SCORED = PLAIN.model_copy(update={"logprobs": 2, "logprobs_mode": "processed", "n": 2})
-# The long prompt has whole chunks, so that it has keys in the prefix cache; the third waits for a place.
+# The long prompt has whole chunks, so it has keys in the prefix cache; the third request waits for a slot.
 REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
     "plain": (prompt_of(130, 1, VOCAB), PLAIN),
     "guided": (prompt_of(20, 2, VOCAB), GUIDED),
@@ -54,12 +55,12 @@ Scenario = Callable[[Engine, "Told"], None]
 
 
 class Told:
-    """What the outputs of an engine's requests have said."""
+    """All that the outputs of an engine's requests have told."""
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
-        # What was asked for, by the name of the request.
+        # The kind of each request in REQUESTS, by request id.
         self.asked: dict[str, str] = {}
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
@@ -80,7 +81,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, list[list[int]]]:
-    """The tokens of every choice, from an engine that nothing has befallen."""
+    """The tokens of every choice, from an engine without faults."""
     fresh, tokens = make_engine(checkpoint, mtp_step=0), {}
     for name, (prompt, params) in REQUESTS.items():
         tokens[name] = [output.new_token_ids for output in fresh.generate([prompt], params)]
@@ -91,14 +92,14 @@ def expected(checkpoint: Path) -> dict[str, list[list[int]]]:
     scope="module", params=[1, pytest.param(0, marks=pytest.mark.soak)], ids=["1_in_flight", "0_in_flight"]
 )
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
-    """One for many interrupts: after each it must be as good as new."""
+    """One engine for many interrupts: each test must leave it usable."""
     return make_engine(
         checkpoint, mtp_step=3, max_in_flight=request.param, max_batch=2, prefix_cache_gb=0.01, num_blocks=40
     )
 
 
 def salted(params: SamplingParams, salt: str) -> SamplingParams:
-    """Without what earlier ones have left in the prefix cache."""
+    """Return the parameters with a salt, so that the request shares no cached prefix with earlier ones."""
     return params.model_copy(update={"cache_salt": salt})
 
 
@@ -124,7 +125,7 @@ def by_steps(engine: Engine, told: Told) -> None:
 
 
 def by_generate(engine: Engine, told: Told) -> None:
-    """Beside requests of others, which it must leave alone."""
+    """While requests of other callers run, which generate must leave alone."""
     add_all(engine, told)
     told.take(engine.step())
     salt = str(next(NAMES))
@@ -133,14 +134,15 @@ def by_generate(engine: Engine, told: Told) -> None:
 
 
 def by_stream(engine: Engine, told: Told) -> None:
-    """Beside one that ends within it, and whose outputs only `step` gives."""
+    """While other requests run, whose outputs only `step` gives and of which one ends within the stream."""
     add_all(engine, told)
     prompt, params = REQUESTS["guided"]
     list(engine.stream(prompt_token_ids=prompt, params=params))
 
 
 def check(engine: Engine, told: Told, expected: dict[str, list[list[int]]], where: object) -> None:
-    """Everybody was told, nothing is held, and later requests have their own tokens."""
+    """Check that every request was told its end, that all resources are free, and that later tokens are
+    right."""
     assert not engine.has_unfinished_requests()
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0), where
@@ -155,7 +157,7 @@ def check(engine: Engine, told: Told, expected: dict[str, list[list[int]]], wher
                 assert got == tokens[: len(got)], where
             else:
                 assert got == tokens, where
-    # All at once, and without a grammar first: what one has left behind would forbid tokens.
+    # Requests without a grammar first: a mask left over from a grammar would forbid their tokens.
     for names in (("plain", "scored"), ("guided",)):
         prompts, params = zip(*(REQUESTS[name] for name in names), strict=True)
         salt = f"later {next(NAMES)}"
@@ -165,19 +167,19 @@ def check(engine: Engine, told: Told, expected: dict[str, list[list[int]]], wher
 
 
 def attack(engine: Engine, scenario: Scenario, aim: Aim, told: Told) -> None:
-    """Play a scenario with an error aimed at it, then let the engine go on to its end."""
+    """Play a scenario with an error aimed at one of its lines, then step until no request is left."""
     with aim.watching():
         try:
             scenario(engine, told)
         except KeyboardInterrupt:
             assert aim.is_hit
     drain(engine, told)
-    # What was left is forgotten with a step.
+    # Another step forgets ended requests.
     told.take(engine.step())
 
 
 def sample(targets: Sequence[Line], count: int, seed: int = 0) -> Iterator[Line]:
-    """Some of them, or all, in a random order."""
+    """Return `count` targets, or all, in a random order."""
     return iter(random.Random(seed).sample(list(targets), min(count, len(targets))))
 
 
@@ -212,10 +214,10 @@ FEW = {
 
 @pytest.mark.parametrize("what", FEW)
 @pytest.mark.parametrize("count", [CHEAP, pytest.param(SOAK, marks=pytest.mark.soak)])
-def test_an_interrupt_at_each_line_of_what_is_shared(
+def test_an_interrupt_at_each_line_that_changes_shared_state(
     engine: Engine, expected: dict[str, list[list[int]]], what: str, count: int
 ) -> None:
-    """The first time and the last that each of them runs."""
+    """At the first and the last time that each line runs."""
     scenario, files, functions = FEW[what]
     watch = Aim(files, functions)
     attack(engine, scenario, watch, Told())
@@ -226,8 +228,8 @@ def test_an_interrupt_at_each_line_of_what_is_shared(
         check(engine, told, expected, target)
 
 
-def test_the_keys_of_a_prompt_are_all_there_or_none(engine: Engine) -> None:
-    """A prompt that waits keeps its keys: some of them alone would end every request later."""
+def test_a_waiting_prompt_keeps_all_its_keys_or_none(engine: Engine) -> None:
+    """A waiting prompt keeps its keys; if some were missing, its request would fail at every later step."""
     files, prompt = ("scheduler/prefix.py",), prompt_of(300, 9, VOCAB)
     wanted = [output.new_token_ids for output in engine.generate([prompt], salted(PLAIN, "keys"))]
     for time in (2, 4):
@@ -246,7 +248,7 @@ def test_the_keys_of_a_prompt_are_all_there_or_none(engine: Engine) -> None:
 
 
 def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> None:
-    """Wherever it comes: for this thread and for another."""
+    """At any line: neither this thread nor another is blocked."""
     files = ("engine.py", "scheduler/turn.py", "scheduler/inbox.py")
     watch = Aim(files)
     with watch.watching():
@@ -263,8 +265,8 @@ def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> 
         assert engine.step() == []
 
 
-def test_an_interrupt_of_a_hand_over_leaves_no_request_behind(engine: Engine) -> None:
-    """Of `generate`, whose caller has no name to end them by."""
+def test_an_interrupt_of_a_hand_over_leaves_no_request(engine: Engine) -> None:
+    """For `generate`, whose caller has no request ids to abort."""
     files = (
         "engine.py",
         *(f"scheduler/{name}.py" for name in ("inbox", "scheduler", "waiting_queue", "planner")),
@@ -287,14 +289,14 @@ def test_an_interrupt_of_a_hand_over_leaves_no_request_behind(engine: Engine) ->
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_grammar_s_mask_does_not_outlive_its_round(
+def test_a_grammars_mask_does_not_outlive_its_round(
     engine: Engine,
     expected: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     is_late: bool,
 ) -> None:
-    """Neither where the launch fails nor where it is interrupted; and no round without masks writes any."""
+    """For failed and for interrupted launches; rounds without masks write none."""
     programs = engine.runner.programs
     call = programs._call_phase
 
@@ -323,14 +325,14 @@ def test_a_grammar_s_mask_does_not_outlive_its_round(
 @pytest.mark.parametrize(
     ("what", "error"), [("making", RuntimeError("no memory")), ("copying", MemoryError("no memory"))]
 )
-def test_masks_that_cannot_be_had_end_their_own_requests_alone(
+def test_a_failure_to_fill_masks_ends_only_its_own_requests(
     engine: Engine,
     expected: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
     what: str,
     error: Exception,
 ) -> None:
-    """And leave no step: whoever serves would end with it."""
+    """`step` must not raise: the server would end with it."""
     owner, name = (engine._masks, "fill") if what == "making" else (engine.runner, "_upload_masks")
     work, calls = getattr(owner, name), itertools.count()
 
@@ -354,10 +356,11 @@ def buffer_lengths(two_phase: TwoPhaseRound) -> set[int]:
 
 
 @pytest.mark.parametrize("is_growing", [True, False])
-def test_the_buffers_of_two_phase_rounds_are_made_as_a_whole_or_again(
+def test_buffers_of_two_phase_rounds_have_one_length_or_are_made_again(
     engine: Engine, is_growing: bool
 ) -> None:
-    """Interrupted in the midst, the next verify finds too few rows: of the logits, which come last."""
+    """The logits are allocated last: after an interrupt, the next verify finds too few rows and allocates
+    again."""
     two_phase = engine.runner.programs.two_phase
     rows = two_phase.num_rows
     before, after = (0, 8) if is_growing else (8, 2)
@@ -379,10 +382,10 @@ def out_of_memory() -> RuntimeError:
 
 
 @pytest.mark.parametrize("count", [CHEAP, pytest.param(SOAK, marks=pytest.mark.soak)])
-def test_a_launch_that_fails_at_any_line_leaves_nothing_on_the_device(
+def test_a_launch_that_fails_at_any_line_leaves_no_state_on_the_device(
     engine: Engine, expected: dict[str, list[list[int]]], count: int
 ) -> None:
-    """Masks above all: those of a request that has ended would forbid its neighbours their tokens."""
+    """Above all no masks: those of an ended request would forbid its neighbours' tokens."""
     watch = Aim(LAUNCHES)
     attack(engine, by_steps, watch, Told())
     accepts = [one for one in watch.targets() if one.function in ("accept", "write_masks")]
@@ -390,7 +393,7 @@ def test_a_launch_that_fails_at_any_line_leaves_nothing_on_the_device(
         aim, told = Aim(LAUNCHES, target=target, error=out_of_memory), Told()
         try:
             attack(engine, by_steps, aim, told)
-        except RuntimeError:  # Of a line that runs when a result is read.
+        except RuntimeError:  # The line runs when a result is read.
             drain(engine, told)
         assert aim.is_hit
         check(engine, told, expected, target)
@@ -413,8 +416,9 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
 
     monkeypatch.setattr(engine.runner, "run", interrupted)
 
-    def down(aim: Aim) -> Told:
-        """Fail in the midst of a step, where two requests run and one waits; and again where `aim` says."""
+    def fail_twice(aim: Aim) -> Told:
+        """Fail in the middle of a step, with two requests running and one waiting, and again where `aim`
+        says."""
         nonlocal calls
         told = Told()
         calls, due[0] = itertools.count(1), 6
@@ -434,28 +438,31 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
     files = ("engine.py", "runner/runner.py", *PROGRAMS, "scheduler", "request.py", "cache")
     armed = partial(Aim, files, is_armed=is_down.is_set)
     watch = armed()
-    down(watch)
+    fail_twice(watch)
     inside = {
         "_recover",
         "recover",
         "drop_launches",
         "forget_batches",
         "reset",
-        "forget_place",
+        "reset_progress",
         "_last_output",
     }
     targets = [one for one in watch.targets() if one.function in inside and one.time == 1]
     for target in sample(targets, count):
         aim = armed(target=target)
-        told = down(aim)
+        told = fail_twice(aim)
         assert aim.is_hit
         due[0] = 0
         check(engine, told, expected, target)
 
 
 def told_text(engine: Engine, name: str, aim: Aim) -> tuple[list[int], str, list[int], int]:
-    """Ctrl-C in the fourth step, and an error where `aim` says: tokens, text, the ids that have log
-    probabilities, and the tokens of the metrics, of all outputs of the request."""
+    """Return what all outputs of the request told, with Ctrl-C in the fourth step and an error where `aim`
+    says.
+
+    Returns its tokens, its text, the ids with log probabilities, and the token count of its metrics.
+    """
     outputs: list[RequestOutput] = []
     with aim.watching():
         for _ in range(200):
@@ -472,14 +479,14 @@ def told_text(engine: Engine, name: str, aim: Aim) -> tuple[list[int], str, list
 
 @pytest.mark.parametrize("is_recovering", [False, True], ids=["taking_tokens", "recovering"])
 @pytest.mark.parametrize("count", [24, pytest.param(SOAK, marks=pytest.mark.soak)])
-def test_text_held_for_stop_strings_comes_once_and_with_its_tokens(
+def test_text_held_for_stop_strings_comes_once_with_its_tokens(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_recovering: bool, count: int
 ) -> None:
-    """An interrupt between a token and its output, and a second one inside what ends the request."""
+    """An interrupt between a token and its output, and a second one inside the code that ends the request."""
     prompt = prompt_of(20, 4, VOCAB)
     plain = PLAIN.model_copy(update={"max_tokens": 24, "logprobs": 1})
     whole = engine.generate([prompt], plain)[0]
-    # All of the text but its first character may begin the stop string.
+    # All of the text after its first character may begin the stop string.
     params = plain.model_copy(update={"stop": [whole.new_text[1:] + "!"]})
     update, is_down, due, calls = engine.scheduler.update, threading.Event(), [0], itertools.count()
 
@@ -520,7 +527,7 @@ def test_text_held_for_stop_strings_comes_once_and_with_its_tokens(
         assert play(target).is_hit
 
 
-def test_the_turn_of_a_call_that_is_over_is_free_and_that_of_one_that_runs_is_not() -> None:
+def test_the_turn_of_an_ended_call_is_free_and_of_a_running_one_taken() -> None:
     turn = Turn()
 
     def cut_off() -> None:
@@ -545,7 +552,8 @@ def test_the_turn_of_a_call_that_is_over_is_free_and_that_of_one_that_runs_is_no
     thread = threading.Thread(target=elsewhere)
     thread.start()
     assert is_inside.wait(60)
-    # Of another thread, in the midst of its call: no call of ours may have it, nor one inside another.
+    # Another thread has the turn in the middle of its call: this thread's call must not get it, nor a nested
+    # call.
     assert took == [True]
     assert not turn.take()
     may_go_on.set()
@@ -556,7 +564,7 @@ def test_the_turn_of_a_call_that_is_over_is_free_and_that_of_one_that_runs_is_no
     assert nested()
 
 
-def test_of_many_threads_one_has_the_turn() -> None:
+def test_only_one_of_many_threads_has_the_turn() -> None:
     turn, inside, most = Turn(), [0], [0]
 
     def once() -> None:

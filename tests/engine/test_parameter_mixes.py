@@ -1,4 +1,4 @@
-"""Any mix of what a request may ask: the same tokens and log probabilities, whatever is drafted beside it."""
+"""Any mix of request parameters gives the same tokens and log probabilities at every depth and batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEW = (3, 17, 40, 41, 99, 200, 511)
 
 @pytest.fixture(scope="module")
 def runners(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runner]:
-    """Of depth 0 alone, and of up to 3."""
+    """Runners of depth 0, and of depths up to 3."""
     directory: Path = tmp_path_factory.mktemp("mixes")
     write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64)
     deep = with_rounds(make_runner(directory), product((0, 1, 3), repeat=2))
@@ -61,7 +61,7 @@ def samplings(draw: st.DrawFn, prompt: list[int]) -> SlotSampling:
 
 @dataclass
 class Mixed:
-    """Requests of mixed kinds, some of whose tokens a grammar forbids: by the token before them."""
+    """Requests of mixed kinds; a grammar forbids tokens of some, depending on the token before."""
 
     runner: Runner
     guided: set[str]
@@ -77,7 +77,7 @@ class Mixed:
         return [name not in self.guided or (token + before) % 3 != 0 for token in range(VOCAB)]
 
     def run(self, kind: Any, names: list[str], **fields: Any) -> StepResult | None:
-        """Launch a plan, with masks if its kind takes them, and keep what came of it."""
+        """Launch a plan, with masks if its kind takes them, and record its result."""
         driver, verify = self.driver, fields["shape"].verify
         slots = tuple(driver.slots[name] for name in names)
         self.number += 1
@@ -101,7 +101,7 @@ class Mixed:
         return result
 
     def start(self, name: str, slot: int, prompt: list[int], sampling: SlotSampling, depth: int) -> bool:
-        """Whether its first token could be drawn."""
+        """Start a request and return whether its first token could be drawn."""
         self.driver.start(name, slot, prompt, sampling=sampling, is_first_apart=True)
         self.logprobs[name] = []
         result = self.run("first", [name], shape=RoundShape(0, depth))
@@ -109,7 +109,7 @@ class Mixed:
         return not result.all_masked
 
     def round(self, names: list[str], verify: int, chain: int) -> list[str]:
-        """The names of those whose next token could not be drawn."""
+        """Run one round and return the names of requests whose next token could not be drawn."""
         depth = {"shape": RoundShape(verify, chain)}
         self.run("verify", names, **depth)
         result = self.run("accept", names, **depth)
@@ -118,7 +118,7 @@ class Mixed:
 
 
 def alone(runner: Runner, prompt: list[int], sampling: SlotSampling, is_guided: bool) -> Mixed:
-    """Token by token, as far as there is one."""
+    """Decode one request alone, token by token, up to COUNT or the first position without a legal token."""
     mixed = Mixed(runner, {"a"} if is_guided else set())
     if mixed.start("a", 2, prompt, sampling, 0):
         while len(mixed.driver.tokens["a"]) < COUNT and not mixed.round(["a"], 0, 0):
@@ -128,7 +128,7 @@ def alone(runner: Runner, prompt: list[int], sampling: SlotSampling, is_guided: 
 
 @given(data=st.data())
 @settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.generate,))
-def test_tokens_and_logprobs_do_not_depend_on_depth_or_company(
+def test_tokens_and_logprobs_do_not_depend_on_depth_or_batch(
     runners: dict[int, Runner], data: st.DataObject
 ) -> None:
     every = [data.draw(samplings(prompt)) for prompt in PROMPTS]
@@ -140,7 +140,8 @@ def test_tokens_and_logprobs_do_not_depend_on_depth_or_company(
     live = [name for i, name in enumerate("abc") if mixed.start(name, i + 1, PROMPTS[i], every[i], depth)]
     while live := [name for name in live if len(mixed.driver.tokens[name]) < COUNT]:
         group = rng.sample(live, rng.randint(1, len(live)))
-        # Rounds at another depth than was left: a request's missing drafts are those it had before.
+        # A round may verify another number of drafts than the chain left: missing drafts are the request's
+        # older ones.
         verify = rng.choice([d for d in (0, 1, 3) if d <= min(len(mixed.drafts[n]) for n in group)])
         ended = mixed.round(group, verify, rng.choice((0, 1, 3)))
         live = [name for name in live if name not in ended]
@@ -151,11 +152,11 @@ def test_tokens_and_logprobs_do_not_depend_on_depth_or_company(
         assert len(mixed.logprobs[name]) == len(got)
 
 
-def test_what_is_asked_is_done(tmp_path: Path) -> None:
-    """Each wish against the stream without one: the token that it forbids is not drawn."""
+def test_each_parameter_has_its_effect(tmp_path: Path) -> None:
+    """Compare each parameter with the stream without it: the token that it forbids is not drawn."""
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
-    room = {"max_batch": 9, "num_blocks": 9 * BLOCKS_EACH + 1}
-    runners = {depth: make_runner(tmp_path, mtp_step=depth, **room) for depth in (0, 3)}
+    sizes = {"max_batch": 9, "num_blocks": 9 * BLOCKS_EACH + 1}
+    runners = {depth: make_runner(tmp_path, mtp_step=depth, **sizes) for depth in (0, 3)}
 
     def streams(depth: int, wishes: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
         mixed = Mixed(runners[depth], set())
@@ -199,5 +200,5 @@ def test_masks_are_checked(runners: dict[int, Runner]) -> None:
     plan = StepPlan(0, "accept", (1, 2), (0, 1), shape=RoundShape(3, 3))
     with pytest.raises(ValueError, match=r"masks must have shape \(8, 16\) for a first or accept plan, got"):
         runners[3].set_masks(plan, torch.zeros(7, 16, dtype=torch.int32))
-    with pytest.raises(ValueError, match="for decode; give every row its own"):
+    with pytest.raises(ValueError, match="for decode; give one mask per row"):
         runners[3].set_masks(StepPlan(0, "decode", (1,), (0,)), torch.zeros(1, 16, dtype=torch.int32))

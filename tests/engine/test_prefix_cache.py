@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compiled_mtp.engine import Engine
-from compiled_mtp.plan import Copy, Place, StepPlan
+from compiled_mtp.plan import Copy, Location, StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engines import LateCopyStream, make_engine, prompt_of
@@ -184,13 +184,13 @@ def test_without_the_cache_nothing_is_copied_and_nothing_kept(checkpoint: Path) 
         check(checkpoint, PROMPT, "sampled", engine.generate([PROMPT], SAMPLED)[0])
     stats = engine.stats()
     assert (stats.prefix_lookups, stats.prefix_bytes, engine.runner.memory.num_snapshots) == (0, 0, 0)
-    with pytest.raises(ValueError, match="source must lie in a tier that was allocated, got 'checkpoint'"):
+    with pytest.raises(ValueError, match="source must be in an allocated tier, got 'snapshot'"):
         engine.runner.moves.carry_out(
-            StepPlan(0, "move", moves=(Copy(0, Place("checkpoint", 0), Place("slot", 1)),))
+            StepPlan(0, "move", moves=(Copy(0, Location("snapshot", 0), Location("slot", 1)),))
         )
 
 
-def test_the_plan_counts_what_checkpoints_take(checkpoint: Path) -> None:
+def test_the_plan_counts_what_snapshots_take(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, mtp_step=3)
     taken, memory = engine.runner.moves.snapshots.nbytes, engine.runner.memory
     assert taken == memory.num_snapshots * memory.snapshot_bytes > 0

@@ -1,4 +1,4 @@
-"""Quantised checkpoints give the tokens of what their codes stand for, at every depth and batch."""
+"""Quantised checkpoints give the tokens of the values of their codes, at every depth and batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Packer | None], dict[str,
 
 
 def streams(engine: Engine, lengths: tuple[int, ...] = (5, 70, 33)) -> dict[str, list[int]]:
-    """Greedy and sampled requests that run together; the last one's prompt begins as another's does."""
+    """Run greedy and sampled requests together; the last prompt begins like another one."""
     for index, length in enumerate((*lengths, 70)):
         params = SamplingParams(max_tokens=9, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
         prompt = prompt_of(length, length, VOCAB)
@@ -51,7 +51,7 @@ def streams(engine: Engine, lengths: tuple[int, ...] = (5, 70, 33)) -> dict[str,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_are_those_of_the_weights_multiplied_out(tmp_path: Path, name: str) -> None:
+def test_tokens_are_those_of_the_dequantised_weights(tmp_path: Path, name: str) -> None:
     sizes, choose, config = CASES[name]
     directory = write_checkpoint(tmp_path / name, **sizes)
     twin = quantise(directory, choose, config)
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_the_weights_multiplied_out(tmp_path: Path, name: st
         )
         assert streams(engine) == expected, (mtp_step, batch)
         if batch == 3 and mtp_step:
-            # Prompts resume from what the cache keeps.
+            # Prompts resume from the prefix cache.
             assert streams(engine) == expected
 
 
@@ -84,7 +84,7 @@ SHIPPED: dict[str, tuple[Packer, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_checkpoint_that_ships(tmp_path: Path, name: str) -> None:
+def test_the_default_checkpoint(tmp_path: Path, name: str) -> None:
     directory = tmp_path / "model"
     packer, config = SHIPPED[name]
     shutil.copytree(Path(default_model.__file__).parent, directory)

@@ -1,4 +1,4 @@
-"""Random traffic: whatever is added, stepped and aborted, tokens are the plain stream's and nothing leaks."""
+"""Random adds, steps and aborts: tokens are the plain stream's and no slot or block leaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines import collect, force_drafts, make_engine, prompt_of, run_to_
 
 VOCAB = 512
 LENGTHS = (1, 2, 17, 64, 90)
-# Kept for the session: the machine is built anew for every example.
+# Shared by the session: the machine is built anew for every example.
 _DIRECTORY = TemporaryDirectory()
 
 

@@ -1,4 +1,4 @@
-"""Requests as people send them, through real engines: tokens and log probabilities depend on nothing else."""
+"""Realistic requests in real engines: tokens and log probabilities depend on the request alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"guided_regex": r"[a-f]{3}-[0-9]{2,4}\."},
     "choice": {"guided_choice": ["north", "northeast", "south"]},
     "tool": {"tools": [TOOL], "tool_choice": {"function": {"name": "pick"}}},
-    # The prompt opens a reasoning part, and its end is likely anywhere in a window.
+    # The prompt opens a reasoning part, which is likely to end anywhere in a window.
     "reasoning": {"guided_choice": ["north", "south"], "logit_bias": {str(END_THINK): 7.0}},
     "bound": {"guided_regex": "[a-z ]{5,30}", "presence_penalty": 1.0, "bad_words": ["e"], "min_tokens": 3},
 }
@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_small_checkpoint(directory: Path) -> Path:
-    """Random weights, and the default checkpoint's tokenizer with tokens for reasoning."""
+    """Write a checkpoint of random weights with the default tokenizer and tokens for reasoning."""
     write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64, vocab_size=4160)
     write_thinking_tokenizer(directory)
     shutil.copy(MODEL / "chat_template.jinja", directory)
@@ -104,12 +104,12 @@ def prompt_of(name: str) -> list[int]:
 
 @cache
 def alone(directory: Path, name: str, temperature: float) -> RequestOutput:
-    """What a request gives without company and without drafts."""
+    """Return a request's output without other requests and drafts."""
     return engine_of(directory, 0).generate([prompt_of(name)], params_of(name, temperature))[0]
 
 
 def same(one: RequestOutput, other: RequestOutput) -> bool:
-    """Tokens, text, end and log probabilities, to the bit."""
+    """Return whether tokens, text, end and log probabilities are equal to the bit."""
     fields = (
         *("new_token_ids", "new_text", "finish_reason", "error"),
         *("logprobs", "prompt_logprobs", "index"),
@@ -123,7 +123,7 @@ def same(one: RequestOutput, other: RequestOutput) -> bool:
 def test_tokens_and_log_probabilities_are_those_of_a_request_alone_without_drafts(
     checkpoint: Path, mtp_step: int, max_in_flight: int, max_batch: int
 ) -> None:
-    """In company of the others, at both temperatures, in batches as they come."""
+    """Together with the other requests, at both temperatures, in batches as they come."""
     keys = [(name, temperature) for name in (*GRAMMARS, *OTHERS) for temperature in (0.0, 1.0)]
     expected = [alone(checkpoint, *key) for key in keys]
     together = engine_of(checkpoint, mtp_step, max_in_flight, max_batch)
@@ -139,7 +139,7 @@ def test_tokens_and_log_probabilities_are_those_of_a_request_alone_without_draft
 
 
 def check_output(name: str, text: str) -> None:
-    """What a grammar let through is what it asks for."""
+    """Check that the text fits the grammar."""
     if name == "schema":
         jsonschema.validate(json.loads(text), SCHEMA)
     elif name == "reasoning":
@@ -158,8 +158,8 @@ def check_output(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_drafts_that_are_taken_or_not_change_no_token(checkpoint: Path, is_right: bool) -> None:
-    """Every processor sees the drafts before its row: those that are right, and those that are not."""
+def test_accepted_and_rejected_drafts_change_no_token(checkpoint: Path, is_right: bool) -> None:
+    """Every processor sees the drafts before its row, right ones and wrong ones."""
     keys = {f"{name} {t}": (name, t) for name in (*GRAMMARS, *OTHERS) for t in (0.0, 1.0)}
     expected = {key: alone(checkpoint, *one) for key, one in keys.items()}
     engine = make_engine(checkpoint, mtp_step=3, max_batch=len(keys))
@@ -183,7 +183,7 @@ def test_drafts_that_are_taken_or_not_change_no_token(checkpoint: Path, is_right
 
 
 def test_the_trained_model_accepts_drafts_under_a_grammar_and_gives_the_same_tokens() -> None:
-    names = [name for name in GRAMMARS if name != "reasoning"]  # which its tokenizer cannot write
+    names = [name for name in GRAMMARS if name != "reasoning"]  # the tokenizer has no reasoning tokens
     keys = [(name, float(index % 2)) for index, name in enumerate(names)]
     prompts, params = [prompt_of(name) for name, _ in keys], [params_of(*key) for key in keys]
     outputs = {
@@ -226,8 +226,9 @@ MIXES = st.fixed_dictionaries(
 
 
 def check_mixes(directory: Path, mixes: list[dict[str, Any]]) -> None:
-    """Tokens, texts, ends and log probabilities of requests together and with drafts, few or many, are those
-    of each alone without.
+    """Check that requests together and with drafts give the outputs of each alone without drafts.
+
+    Outputs are tokens, texts, ends and log probabilities.
     """
     prompts, params = [], []
     for index, mix in enumerate(mixes):
@@ -245,7 +246,7 @@ def check_mixes(directory: Path, mixes: list[dict[str, Any]]) -> None:
 
 
 def check_drafts(params: SamplingParams, output: RequestOutput) -> None:
-    """What is told of the rounds agrees with the tokens and with the counts."""
+    """Check that the reported drafts agree with the tokens and with the counts."""
     assert (output.drafts is not None) == params.include_drafts
     if output.drafts is None:
         return
@@ -263,12 +264,12 @@ def check_drafts(params: SamplingParams, output: RequestOutput) -> None:
 
 
 @pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(3, 0), (3, 1), (0, 1)])
-def test_the_drafts_of_the_rounds_are_told_to_those_who_ask(
+def test_drafts_are_reported_to_requests_that_ask(
     checkpoint: Path, mtp_step: int, max_in_flight: int
 ) -> None:
     names = ["schema", "choice", *OTHERS]
     prompts = [prompt_of(name) for name in names]
-    # Some in whole rounds, some in halves.
+    # Some rounds have one phase, some two.
     plain = [params_of(name, 0.0, **({} if name == "listed" else {"logprobs": None})) for name in names]
     asking = [one.model_copy(update={"include_drafts": index % 3 < 2}) for index, one in enumerate(plain)]
     engine = engine_of(checkpoint, mtp_step, max_in_flight)
@@ -282,16 +283,16 @@ def test_the_drafts_of_the_rounds_are_told_to_those_who_ask(
             assert {len(one.token_ids) for one in got.drafts} == ({mtp_step} if got.metrics.rounds else set())
 
 
-# What a request gives alone is what costs, so each is compared at every depth.
+# A request alone takes most of the time, so its output is compared at every depth.
 @given(mixes=st.lists(MIXES, min_size=2, max_size=6))
 @settings(max_examples=7, deadline=None, suppress_health_check=list(HealthCheck))
-def test_random_mixes_do_not_depend_on_company_and_drafts(
+def test_random_mixes_do_not_depend_on_other_requests_and_drafts(
     checkpoint: Path, mixes: list[dict[str, Any]]
 ) -> None:
     check_mixes(checkpoint, mixes)
 
 
-# After "a" the draft's path costs the more parser items the longer it is; the target takes the other one.
+# After "a", each token of the draft's path costs more parser items; the target takes the other path.
 COSTLY = 'start: "a" ("n" "o"{0,9} | "y" amb)\namb: amb amb | "x" | amb amb amb\n'
 
 
@@ -394,7 +395,7 @@ def test_a_row_without_a_legal_id_is_an_error_that_names_the_parameters(checkpoi
 
 
 def test_bad_words_ban_ids_and_not_letters(checkpoint: Path) -> None:
-    """A token that holds a banned word inside may be drawn: what is banned is the word's own ids."""
+    """A token that contains a banned word may be drawn: only the word's own ids are banned."""
     engine = engine_of(checkpoint, 3)
     holder = next(i for i in range(300, 4000) if "Error" in TOKENIZER.decode([i]).strip()[1:])
     text = TOKENIZER.decode([holder])

@@ -1,4 +1,4 @@
-"""Same tokens, always: of each request, exactly, across everything that must not matter."""
+"""The same tokens for each request, exactly, whatever its batch, drafts, threads and launches in flight."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plain_streams(directory: Path, dtype: str, num_threads: int) -> dict[str, li
 def decode_mixed(
     directory: Path, dtype: str, mtp_step: int, max_in_flight: int, drafts: str, seed: int, num_threads: int
 ) -> dict[str, list[int]]:
-    """All requests together: they join at random moments, leave when done, up to eight at once."""
+    """Run all requests together: they are added at random moments, up to eight run at once."""
     streams = plain_streams(directory, dtype, num_threads)
     rng = random.Random(seed)
     engine = make_engine(directory, mtp_step=mtp_step, dtype=dtype, max_in_flight=max_in_flight)
@@ -109,7 +109,7 @@ def test_other_families(tmp_path: Path, options: dict[str, str]) -> None:
 
 
 def test_right_drafts_are_accepted_whole(checkpoint: Path) -> None:
-    """The other tests would also pass if nothing were ever accepted."""
+    """The other tests would also pass if no draft were ever accepted."""
     name, (prompt, params) = next(iter(requests().items()))
     engine = make_engine(checkpoint, mtp_step=3, max_batch=1)
     force_drafts(engine, plain_streams(checkpoint, "float32", 1), lambda name, pos: 3)

@@ -1,4 +1,4 @@
-"""Long random traffic: what other tests do for seconds, for minutes (make soak)."""
+"""Long random traffic: tests that take seconds elsewhere, run for minutes (make soak)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_nothing_is_lost_over_ten_thousand_requests(seed: int) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_ten_thousand_requests_on_tiny_pools() -> None:
-    """Nothing is lost: every request has its tokens, every block, slot and record is free at the end."""
+    """No request is lost: each has its tokens; every block, slot and host record is free at the end."""
 
     @given(traffic=TRAFFIC)
     @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
@@ -84,7 +84,7 @@ def test_ten_thousand_requests_on_tiny_pools() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_everything_at_once() -> None:
+def test_all_pressures_at_once() -> None:
     @given(traffic=EVERYTHING)
     @settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
     def check(traffic: dict[str, Any]) -> None:
@@ -96,9 +96,14 @@ def test_everything_at_once() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(8))
-def test_engines_with_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Chats that begin alike on blocks for one request and a half, copies that come late, states that go to
-    the host and come back: every request has the tokens that it has alone, without drafts or cache."""
+def test_engines_under_all_pressures_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Every request has the tokens that it has alone, without drafts or cache.
+
+    Chats share beginnings, blocks suffice for one request and a half, copies finish late, and states move to
+    the host and back.
+    """
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     rng, mib = random.Random(seed), 1 << 20
     alone = make_engine(tmp_path, mtp_step=0, max_batch=1, prefix_cache=False, offload_gb=0)

@@ -1,4 +1,4 @@
-"""One request as an iterator, beside others; `generate` of chats and generators; `with` around an engine."""
+"""One request as an iterator, with others running; `generate` of chats and generators; `with` an engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens_of(outputs: list[RequestOutput] | Iterator[RequestOutput]) -> list[in
     return [token for output in outputs for token in output.new_token_ids]
 
 
-def test_a_stream_gives_what_generate_gives_a_piece_at_a_time(engine: Engine) -> None:
+def test_a_stream_gives_the_output_of_generate_in_parts(engine: Engine) -> None:
     (whole,) = engine.generate(["return"], PARAMS)
     outputs = list(engine.stream("return", PARAMS))
     assert tokens_of(outputs) == whole.new_token_ids
@@ -62,7 +62,7 @@ def test_streams_of_several_choices_end_with_the_last(engine: Engine) -> None:
         assert tokens_of([one for one in outputs if one.index == index]) == whole.new_token_ids
 
 
-def test_streams_steps_and_requests_take_turns_and_none_takes_anothers_output(engine: Engine) -> None:
+def test_streams_and_steps_take_turns_and_take_only_their_own_outputs(engine: Engine) -> None:
     names = ["return", "def", "quick"]
     expected = [output.new_token_ids for output in engine.generate(names, PARAMS)]
     one, other = engine.stream(names[0], PARAMS), engine.stream(names[1], PARAMS)
@@ -73,7 +73,7 @@ def test_streams_steps_and_requests_take_turns_and_none_takes_anothers_output(en
         outputs = engine.step()
         assert {output.request_id for output in outputs} <= {mine}
         got[2] += tokens_of(outputs)
-    # What the streams have not asked for yet does not keep a loop of steps going.
+    # Outputs that the streams have not taken yet do not keep the loop of steps going.
     while engine.has_unfinished_requests():
         outputs = engine.step()
         assert {output.request_id for output in outputs} <= {mine}
@@ -86,7 +86,7 @@ def test_streams_steps_and_requests_take_turns_and_none_takes_anothers_output(en
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
 def test_random_turns(checkpoint: Path, engine: Engine, seed: int) -> None:
-    """Streams that begin, go on and are left, requests, steps and calls of generate, in any order."""
+    """Streams that begin, go on and are closed, requests, steps and calls of generate, in any order."""
     rng = random.Random(seed)
     prompts = [prompt_of(6 + index, index, VOCAB) for index in range(6)]
     expected = [output.new_token_ids for output in engine.generate(prompts, PARAMS)]
@@ -124,7 +124,7 @@ def test_random_turns(checkpoint: Path, engine: Engine, seed: int) -> None:
     assert (mixed.stats().blocks_used, mixed._streams) == (0, {})
 
 
-def test_a_stream_that_is_left_ends_its_request_with_the_next_step(engine: Engine) -> None:
+def test_a_closed_stream_ends_its_request_with_the_next_step(engine: Engine) -> None:
     stream = engine.stream("return", PARAMS)
     next(stream)
     stream.close()
@@ -137,21 +137,21 @@ def test_a_stream_that_is_left_ends_its_request_with_the_next_step(engine: Engin
     del unused
 
 
-def test_a_stream_that_is_refused_leaves_nothing(engine: Engine) -> None:
+def test_a_refused_stream_leaves_no_request(engine: Engine) -> None:
     for arguments in ({}, {"prompt": "x", "messages": CHAT}, {"prompt": ""}):
         with pytest.raises(ValueError, match=r"^(prompt|prompt, prompt_token_ids and messages) must"):
             next(engine.stream(**arguments))  # type: ignore[arg-type]
     assert not engine.has_unfinished_requests()
 
 
-def test_the_id_of_a_stream_that_has_ended_may_be_used_again(engine: Engine) -> None:
+def test_the_id_of_an_ended_stream_may_be_used_again(engine: Engine) -> None:
     *_, last = engine.stream("return", PARAMS)
     engine.add_request("return", PARAMS, request_id=last.request_id)
     tokens = run_to_end(engine)
     assert tokens == {last.request_id: tokens_of(engine.stream("return", PARAMS))}
 
 
-def test_the_id_of_a_stream_that_goes_on_is_refused_even_where_its_request_has_ended(engine: Engine) -> None:
+def test_the_id_of_an_open_stream_is_refused_after_its_request_has_ended(engine: Engine) -> None:
     stream = engine.stream("return", PARAMS)
     name = next(stream).request_id
     while engine.scheduler.is_live(name):
@@ -166,7 +166,7 @@ def test_the_id_of_a_stream_that_goes_on_is_refused_even_where_its_request_has_e
     assert len(run_to_end(engine)[name]) == PARAMS.max_tokens
 
 
-def test_a_second_thread_that_streams_is_told_so(engine: Engine) -> None:
+def test_a_second_thread_that_streams_gets_an_error(engine: Engine) -> None:
     caught: list[Exception] = []
 
     def intrude() -> None:
@@ -198,7 +198,7 @@ def test_generate_takes_generators_and_messages(engine: Engine) -> None:
         ({}, "prompts and messages must be given exactly once, got neither; choose one"),
         ({"prompts": [], "messages": CHAT}, "prompts and messages must be given exactly once, got both"),
         ({"prompts": 5}, "prompts must be a list or a generator, got 5; make one"),
-        # Its keys would be prompts.
+        # Iterating over a chat message would give its keys as prompts.
         (
             {"prompts": {"prompt": "a"}},
             "prompts must be a list or a generator, got {'prompt': 'a'}; make one",
@@ -213,7 +213,7 @@ def test_generate_takes_generators_and_messages(engine: Engine) -> None:
     assert engine.generate([]) == []
 
 
-def test_generate_tells_how_many_requests_have_ended(engine: Engine) -> None:
+def test_generate_reports_how_many_requests_have_ended(engine: Engine) -> None:
     seen: list[tuple[str, int, int]] = []
     engine._progress = lambda *what: seen.append(what)
     params = [PARAMS.model_copy(update={"max_tokens": n}) for n in (2, 6, 10)]
@@ -222,7 +222,7 @@ def test_generate_tells_how_many_requests_have_ended(engine: Engine) -> None:
     assert seen == [("requests", 1, 3), ("requests", 2, 3), ("requests", 3, 3)]
 
 
-def test_an_engine_of_a_path_is_closed_by_with(checkpoint: Path) -> None:
+def test_with_closes_an_engine(checkpoint: Path) -> None:
     with Engine(str(checkpoint)) as engine:
         assert engine.config.model == checkpoint
         assert len(engine.generate(["return"], PARAMS)[0].new_token_ids) == 12
@@ -240,7 +240,7 @@ def test_an_engine_of_a_path_is_closed_by_with(checkpoint: Path) -> None:
         ({"prompts": ["x"], "params": [{"temperature": 0}]}, "params must be a SamplingParams, got"),
     ],
 )
-def test_what_is_no_chat_and_no_parameters_is_refused(call: dict[str, Any], message: str) -> None:
+def test_wrong_chats_and_parameters_are_refused(call: dict[str, Any], message: str) -> None:
     def prepare() -> None:
         match_params(as_prompts(call.get("prompts"), call.get("messages")), call.get("params"))
 

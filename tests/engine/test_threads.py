@@ -78,12 +78,12 @@ def test_eight_threads_add_and_abort_while_another_steps(checkpoint: Path, engin
     assert {name: tokens[name] for name in names} == expected
     reasons = [output.finish_reason for output in outputs if output.finish_reason]
     assert (reasons.count("abort"), reasons.count("length"), len(reasons)) == (8, 32, 40)
-    # A name may be free again by the time it is refused for being used: the other three never are.
+    # Only "the same" may be free again when another thread is refused; the other three names never are.
     assert len(refusals) >= 3 * 32
     assert engine.stats().blocks_used == engine.stats().waiting == 0
 
 
-def test_ids_are_unique_whoever_asks(engine: Engine) -> None:
+def test_ids_are_unique_across_threads(engine: Engine) -> None:
     ids: list[str] = []
     taken: list[int] = []
 
@@ -107,27 +107,27 @@ def test_ids_are_unique_whoever_asks(engine: Engine) -> None:
     assert not engine.has_unfinished_requests()
 
 
-def test_a_lower_priority_gets_its_place_sooner(engine: Engine) -> None:
+def test_a_lower_priority_gets_its_slot_sooner(engine: Engine) -> None:
     for wrong in (True, 1.0, "1", 2**31):
         with pytest.raises(ValueError, match="priority must be an integer of at most 31 bits, got "):
             engine.add_request("x", PARAMS, priority=wrong)  # type: ignore[arg-type]
     names = [engine.add_request("x", PARAMS, priority=priority) for priority in (0, 2, -1)]
     engine.step()
-    # The two places are for those of the lowest numbers.
+    # The two slots go to the requests with the lowest numbers.
     assert [engine.scheduler.phase(name).value for name in names] == ["running", "waiting", "running"]
     for name in names:
         engine.abort(name)
     engine.step()
 
 
-def test_an_abort_that_came_too_late_does_not_meet_the_next_of_its_name(
+def test_a_late_abort_does_not_end_the_next_request_of_the_same_id(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = engine.scheduler.take_outputs
 
     def take_and_abort(*given: object) -> list[RequestOutput]:
         if engine.scheduler._outputs:
-            # Another thread's, while the request ends in this very step.
+            # Another thread aborts while the request ends in this very step.
             engine._inbox._aborts.add("same")
         return take()
 
@@ -142,7 +142,7 @@ def test_an_abort_that_came_too_late_does_not_meet_the_next_of_its_name(
     assert len(run_to_end(engine)["same"]) == PARAMS.max_tokens
 
 
-def test_a_second_thread_that_steps_is_told_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_thread_that_steps_gets_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     is_inside, may_go_on = threading.Event(), threading.Event()
     run = engine.runner.run
 
@@ -180,7 +180,7 @@ def test_one_seed_gives_every_request_its_own_noise(checkpoint: Path) -> None:
     assert len({tuple(stream) for stream in streams[0]}) > 1
 
 
-def test_metrics_that_left_do_not_change(engine: Engine) -> None:
+def test_metrics_of_ended_requests_do_not_change(engine: Engine) -> None:
     engine.add_request("x", PARAMS, request_id="m")
     outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():
@@ -191,7 +191,7 @@ def test_metrics_that_left_do_not_change(engine: Engine) -> None:
     assert [output.metrics.rounds for output in outputs] == list(range(len(outputs)))
 
 
-def test_an_empty_id_and_a_long_one_are_told_short(engine: Engine) -> None:
+def test_an_empty_id_and_a_long_one_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="request_id must not be empty, got ''; leave it out"):
         engine.add_request("x", PARAMS, request_id="")
     for call in (engine.abort, lambda value: engine.add_request(messages=value)):

@@ -1,4 +1,4 @@
-"""A repository's name in the place of a directory, with a cache and a Hub that are made here."""
+"""A repository's name as the model, with a cache and a Hub that the tests make."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Hub:
-    """A Hub without a network: what is asked of it, and what it answers."""
+    """A Hub without a network: records requests and answers them."""
 
     def __init__(self, cache: Path, files: Path) -> None:
         self.cache, self.files = cache, files
@@ -97,15 +97,17 @@ def test_what_is_not_is_downloaded(hub: Hub, left_out: str) -> None:
 def test_an_index_of_other_than_files_beside_it_is_lacking(hub: Hub, name: object) -> None:
     hub.fill()
     (hub.snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match=r"which lacks model.safetensors.index.json there"):
+    with pytest.raises(ValueError, match=r"of which the cache lacks model.safetensors.index.json"):
         find_checkpoint(Path(NAME), is_offline=True)
 
 
 def test_offline_names_what_is_lacking_and_the_command(hub: Hub) -> None:
-    with pytest.raises(ValueError, match=r"which lacks everything there; run `hf download Acme/Tiny-1.0`"):
+    with pytest.raises(
+        ValueError, match=r"of which the cache lacks everything; run `hf download Acme/Tiny-1.0`"
+    ):
         find_checkpoint(Path(NAME), is_offline=True)
     hub.fill("model-00002*")
-    with pytest.raises(ValueError, match=r"which lacks model-00002-of-00003.safetensors there"):
+    with pytest.raises(ValueError, match=r"of which the cache lacks model-00002-of-00003.safetensors"):
         open_frontend(EngineConfig(model=NAME, offline=True))
     assert hub.asked == []
 
@@ -120,11 +122,11 @@ def test_offline_does_without_a_tokenizer(hub: Hub) -> None:
     [
         (ConnectionError, r"\(ConnectionError: no way\); check the network, or run `hf download Acme/Tiny"),
         (GatedRepoError, r"accept its licence at https://huggingface.co/Acme/Tiny-1.0 and log in"),
-        (RepositoryNotFoundError, r"no such directory is here either: check the name"),
+        (RepositoryNotFoundError, r"check the name, of which there is no local directory either"),
     ],
 )
 def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], remedy: str) -> None:
-    # Those of the Hub want a response, of which nothing is read here.
+    # `__new__`: the Hub's errors require a response, which the code does not read.
     hub.error = kind.__new__(kind)
     hub.error.args = ("no\nway",)
     with pytest.raises(ValueError, match=remedy) as error:
@@ -134,7 +136,7 @@ def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], 
 
 @pytest.fixture
 def gguf_hub(hub: Hub, tmp_path: Path) -> Hub:
-    """A repository of GGUF files alone: one whole, one in two parts in a folder."""
+    """A repository with only GGUF files: one single file, and one in two parts in a folder."""
     hub.files = tmp_path / "gguf"
     (hub.files / "BF16").mkdir(parents=True)
     for name in ("Tiny-Q4_K_M.gguf", "BF16/Tiny-00001-of-00002.gguf", "BF16/Tiny-00002-of-00002.gguf"):
@@ -157,7 +159,7 @@ def test_a_gguf_file_in_parts_comes_with_all_of_them(gguf_hub: Hub, number: int)
     gguf_hub.fill("Tiny-00002*")
     path = Path(f"{NAME}/BF16/Tiny-0000{number}-of-00002.gguf")
     with pytest.raises(
-        ValueError, match=r"which lacks BF16/Tiny-00002-of-00002.gguf there; run `hf download"
+        ValueError, match=r"of which the cache lacks BF16/Tiny-00002-of-00002.gguf; run `hf download"
     ):
         find_checkpoint(path, is_offline=True)
     assert find_checkpoint(path) == gguf_hub.snapshot / "BF16" / path.name

@@ -1,4 +1,4 @@
-"""A front before its weights: what it refuses, what it leaves to the engine; threads of small models."""
+"""Request processors without weights: their refusals and the engine's; threads of small models."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_the_engine_would_refuse(checkpoint: Path, given: dict[str, Any], m
 
 
 def test_an_engine_goes_on_with_the_front_and_knows_its_blocks(checkpoint: Path) -> None:
-    """What all blocks cannot hold is refused before it is queued, by whichever call asks for it."""
+    """Every call refuses a request that does not fit into all blocks before the request is queued."""
     config = EngineConfig(model=checkpoint, **SMALL | {"max_model_len": 256}, num_blocks=3)
     frontend, prompt = open_frontend(config), [1] * 128
     ask(frontend, prompt_token_ids=prompt)
@@ -106,7 +106,7 @@ def test_a_request_is_fitted_once(checkpoint: Path, monkeypatch: pytest.MonkeyPa
 def test_an_engine_of_a_path_and_settings(checkpoint: Path) -> None:
     with Engine(checkpoint, **SMALL | {"mtp_step": 3}) as engine:
         assert engine.config == EngineConfig(model=checkpoint, **SMALL | {"mtp_step": 3})
-    with pytest.raises(ValueError, match=r"^mtp_step must stand in the EngineConfig"):
+    with pytest.raises(ValueError, match=r"^mtp_step must be a field of the EngineConfig"):
         Engine(EngineConfig(model=checkpoint), mtp_step=3)
 
 
@@ -138,7 +138,7 @@ def test_small_models_run_on_one_thread(
 
 
 def built_tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the tries that llguidance is asked for from here on."""
+    """Return a list that records the sizes of the tries that llguidance builds."""
     llguidance = pytest.importorskip("llguidance")
     sizes: list[int] = []
     build = llguidance.LLTokenizer
@@ -152,7 +152,7 @@ def built_tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def frontend_of(directory: Path, num_ids: int) -> RequestProcessor:
-    """A front of the checkpoint that ships, as if it had a synthetic vocabulary."""
+    """Return the default checkpoint's request processor with a synthetic vocabulary."""
     directory.mkdir()
     write_tokenizer(directory, num_ids)
     frontend = open_frontend(EngineConfig())

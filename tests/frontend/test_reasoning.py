@@ -1,4 +1,4 @@
-"""Where a prompt leaves off inside a reasoning part, for grammars and for the service's parser alike."""
+"""Whether a prompt ends inside a reasoning part, for grammars and for the service's parser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sampling.grammars import EOS, MODEL, NUM_IDS, masks, unpack, write_th
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = {
-    # Prompt: whether its reasoning part is open.
+    # Prompt -> whether its reasoning part is open.
     CHAT.format("What does <think> mean?"): False,
     CHAT.format("</think> <think>") + "<think>\n\n</think>\n\n": False,
     CHAT.format("hi") + "<think>\n": True,

@@ -1,4 +1,4 @@
-"""What a caller sends becomes requests: parameters, choices, chats and grammars, without a model."""
+"""The request processor's requests: parameters, choices, chats and grammars, without a model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def make(frontend: RequestProcessor, prompt: str | None = "a", **fields: Any) ->
         ({"chat_template_kwargs": {}}, r"^chat_template_kwargs must come with messages, got {}; "),
         (
             {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": []}},
-            r"^chat_template_kwargs must not hold tools, got \[\]; give tools by that name",
+            r"^chat_template_kwargs must not hold tools, got \[\]; pass tools as a field of its own",
         ),
         (
             {
@@ -164,7 +164,7 @@ def test_the_device_is_told_every_parameter(frontend: RequestProcessor) -> None:
     )
     assert slot_sampling(request) == expected
     assert slot_sampling(make(frontend, temperature=0.5, seed=3)[0]) == SlotSampling(3, 0.5, 0, 1.0, 0.0)
-    # Without eos the others alone are delayed.
+    # With ignore_eos only the other stop ids are delayed.
     (request,) = make(frontend, ignore_eos=True, min_tokens=1, stop_token_ids=[8])
     assert slot_sampling(request).stop_ids == (8,)
 
@@ -204,7 +204,7 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(frontend: RequestProce
     added: list[Request] = []
 
     def interrupted(*choices: Request) -> None:
-        """As if a handler ran here, inside of `hand_over` and so with the lock."""
+        """Run a signal handler inside `hand_over`, which holds the lock."""
         add(*choices)
         handler()
 
@@ -212,7 +212,7 @@ def test_a_signal_may_add_and_abort_while_its_thread_does(frontend: RequestProce
         for name in names:
             added.append(replace_id(make(frontend)[0], name))
             inbox.put([added[-1]])
-        with suppress(ValueError):  # The second time it is to end already.
+        with suppress(ValueError):  # The second time an abort of the request is already queued.
             inbox.abort("third")
 
     scheduler.add = interrupted  # type: ignore[method-assign]
@@ -320,7 +320,7 @@ def test_every_source_of_a_grammar_takes_what_it_allows(
     ids = TOKENIZER.encode(output)
     assert guide.accept(ids) == len(ids)
     assert guide.error is None
-    # Where the grammar may both end and go on an eos token ends it.
+    # If the grammar may end or continue, an eos token ends it.
     guide.accept([IM_END])
     assert guide.is_ended
     assert guide.error is None

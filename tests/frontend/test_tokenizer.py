@@ -1,4 +1,4 @@
-"""Ids and text: equal to what Hugging Face's packages say, never half a character, errors by name."""
+"""Ids and text: equal to those of Hugging Face's packages, no partial characters, errors by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }}
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE with few merges, special tokens and added ones that are not special."""
+    """A byte-level BPE with few merges, special tokens and added tokens that are not special."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -99,7 +99,7 @@ def test_pieces_of_any_ids_join_to_what_the_tokenizers_package_decodes(
 
 @given(st.text("aé日😀", max_size=20), st.data())
 def test_no_piece_ends_in_half_a_character(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
-    # One id a byte: the hardest way to cut characters.
+    # One id per byte: every character of several bytes is cut.
     of_byte = {
         tokenizer.token_bytes(i): i for i in range(tokenizer.num_ids) if len(tokenizer.token_bytes(i)) == 1
     }
@@ -109,7 +109,7 @@ def test_no_piece_ends_in_half_a_character(tokenizer: Tokenizer, text: str, data
         piece = detokenizer.add(of_byte[bytes([byte])])
         assert "\ufffd" not in piece
         shown += piece
-        # Held back are the bytes of one unfinished character and nothing else.
+        # The detokenizer holds back only the bytes of one incomplete character.
         assert shown == text.encode()[:count].decode(errors="ignore")
     assert shown == text
     assert detokenizer.flush() == ""
@@ -158,7 +158,7 @@ def test_text_parts_are_joined_and_images_are_refused_by_name(tokenizer: Tokeniz
     assert "user\nab<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": parts}])
     parts.append({"type": "image_url", "image_url": {"url": "data:"}})
     with pytest.raises(
-        ValueError, match=r"messages\[0\].content\[2\] must be of type text, got 'image_url'; images"
+        ValueError, match=r"messages\[0\].content\[2\] must be of type text, got 'image_url'; send text"
     ):
         tokenizer.apply_chat_template([{"role": "user", "content": parts}])
 

@@ -1,4 +1,4 @@
-"""Every block type against the package gguf, bit for bit, and against numbers written down elsewhere."""
+"""Every block type against the package gguf, bit for bit, and against published numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compiled_mtp.gguf.block_types import BLOCK_TYPES, REFUSED_TYPES
 from compiled_mtp.gguf.blocks import decode
 
 NUMBERS = {form.name: number for number, form in BLOCK_TYPES.items()}
-# Values 0, 1, 31, 32, 63, 64, 128 and 255 of a block whose byte i is 37 i mod 256, with d = 0.01 and dmin =
-# 0.02 at their places, and the sum of all.
+# Values 0, 1, 31, 32, 63, 64, 128 and 255, and the sum of all, of a block whose byte i is 37 i mod 256, with
+# d = 0.01 and dmin = 0.02 in their fields.
 GOLDEN = {
     "Q4_K": ([-0.80017, 0.20004, 1.4003, 2.59055, 6.58141, -1.00021, -0.22005, 0.42009], 462.3387),
     "Q5_K": ([-0.80017, 3.40073, 4.60098, 8.29177, 12.28262, -1.00021, 6.82146, 1.52032], 1124.8802),

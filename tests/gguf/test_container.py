@@ -1,4 +1,4 @@
-"""GGUF files as the package writes them are read whole; damaged ones are refused in one line, for nothing."""
+"""GGUF files from the package are read in full; damaged ones are refused in one line, using no memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def padded(raw: bytes, data: int) -> bytes:
     return raw + bytes(-len(raw) % 32 + data)
 
 
-# What is damaged: the file's bytes, and what the message must say.
+# Damage: the file's bytes, and the text that the error must contain.
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "must be a GGUF file, got 0 bytes"),
     "no magic": (b"PK\x03\x04" + bytes(60), "must begin with GGUF, got .*PK"),
@@ -54,7 +54,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "big-endian": (header(order=">"), "must be little-endian"),
     "10^9 entries": (header(entries=10**9) + ARCH, "at most 65536 metadata entries, got 1000000000"),
     "2^64 tensors": (header(tensors=2**64 - 1), "at most 65536 tensors"),
-    "entries that are not there": (header(entries=5) + ARCH, "must hold all that it describes"),
+    "missing entries": (header(entries=5) + ARCH, "must hold all that it describes"),
     "a key without end": (header(entries=1) + struct.pack("<Q", 2**40) + b"x", "hold all that it describes"),
     "a key that is no text": (header(entries=1) + text(b"\xff\xfe") + bytes(8), "UTF-8"),
     "a key twice": (header(entries=2) + ARCH + ARCH, "each key once, got general.architecture twice"),
@@ -111,7 +111,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         padded(header(tensors=1) + tensor("t", [256], kind=16), 512),
         "must have tensors of the types .*Q4_K.*, got IQ2_XXS for t",
     ),
-    "a type that is gone": (
+    "a removed type": (
         padded(header(tensors=1) + tensor("t", [256], kind=4), 512),
         "must have tensors of the types .*, got type number 4 for t",
     ),
@@ -123,7 +123,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 
 
 def refused(call: Callable[[], Any], path: Path) -> str:
-    """What the one line says that `call` raises, once it is known that it took no memory for it."""
+    """Return the one-line error that `call` raises, after checking that it allocated no memory for it."""
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=r".") as raised:
@@ -158,7 +158,7 @@ def test_other_architectures_are_refused(name: str | None, remedy: str, tmp_path
     assert remedy in refused(lambda: hf_config(read_container(path)), path)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     assert "must be a readable file" in refused(lambda: read_container(path), path)
 
@@ -179,13 +179,13 @@ def test_random_damage_is_read_or_refused(tmp_path: Path) -> None:
         for at in rng.integers(0, 600, 3):
             raw[at] = rng.integers(256)
         path.write_bytes(raw)
-        # Anything else would be an accident.
+        # Any other error would be a bug.
         with contextlib.suppress(ValueError):
             read_container(path)
 
 
 def written(path: Path, *, max_tensors: int = 0) -> Path:
-    """A file with an entry of each type and four tensors."""
+    """Write a file with an entry of each type and four tensors."""
     writer = gguf.GGUFWriter(path, "qwen35", split_max_tensors=max_tensors)
     writer.add_uint8("n.u8", 200)
     writer.add_int8("n.i8", -3)
@@ -233,7 +233,7 @@ METADATA = {
 SHAPES = {"one": (7,), "two": (3, 5), "three": (2, 3, 32), "four": (4, 4)}
 
 
-def test_what_the_package_writes_is_read(tmp_path: Path) -> None:
+def test_files_of_the_package_are_read(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf")
     container = read_container(path)
     assert {key: container.metadata[key] for key in METADATA} == METADATA
@@ -242,7 +242,7 @@ def test_what_the_package_writes_is_read(tmp_path: Path) -> None:
     assert {name: (t.offset, t.num_bytes) for name, t in container.tensors.items()} == theirs
 
 
-def test_a_file_in_parts_is_read_whole_from_any_of_them(tmp_path: Path) -> None:
+def test_a_file_in_parts_is_read_in_full_from_any_part(tmp_path: Path) -> None:
     written(tmp_path / "m.gguf", max_tensors=1)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert [p.name for p in parts] == [f"m-0000{i}-of-00004.gguf" for i in range(1, 5)]
@@ -258,7 +258,7 @@ def test_a_file_in_parts_is_read_whole_from_any_of_them(tmp_path: Path) -> None:
         read_container(tmp_path / "alone.gguf")
     parts[2].rename(tmp_path / "aside")
     with pytest.raises(
-        ValueError, match=r"must lie beside all of its 4 parts, got no m-00003-of-00004\.gguf"
+        ValueError, match=r"must be in one folder with all 4 parts, got no m-00003-of-00004\.gguf"
     ):
         read_container(parts[0])
     parts[2].write_bytes(parts[1].read_bytes())

@@ -1,4 +1,4 @@
-"""What a GGUF file gives is its checkpoint, tensor by tensor: names, shapes, order and values."""
+"""A GGUF file gives its checkpoint, tensor by tensor: names, shapes, order and values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_5_moe", "num_key_heads": 2, "num_value_heads": 4},
     "no-head": {"family": "qwen3_5", "num_key_heads": 1, "num_value_heads": 2, "mtp": False},
 }
-# Rows of whole blocks of 256 values, and little else.
+# Rows of whole blocks of 256 values, in a small model.
 BLOCKS: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -39,7 +39,7 @@ BLOCKS: dict[str, Any] = {
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a file, the experts of a layer stacked."""
+    """Return every tensor of a file, the experts of a layer stacked."""
     stored = stored_tensors(read_container(path))
     return stacked({name: one.rows(0, one.shape[0]) for name, one in stored.items()})
 
@@ -68,7 +68,7 @@ def test_a_bfloat16_file_gives_the_bits_of_its_checkpoint(name: str, tmp_path: P
             # exp and log in float32 lose the last bit.
             torch.testing.assert_close(got[tensor], w, rtol=0, atol=3e-7)
         else:
-            # Of 1 + w float32 keeps no more than 2^-24.
+            # float32 keeps 1 + w to within 2^-24.
             is_norm = "norm" in tensor and "linear_attn" not in tensor
             kept = (w.abs() > 2**-15) if is_norm else torch.ones_like(w, dtype=torch.bool)
             assert torch.equal(got[tensor][kept], w.float()[kept]), tensor
@@ -84,7 +84,7 @@ def test_fused_experts_and_a_legacy_input_projection(tmp_path: Path) -> None:
 
 
 def mixture(name: str) -> Type:
-    """As Q4_K_M mixes them, with other types besides."""
+    """Return the type of a tensor as in Q4_K_M, with some other types."""
     kinds = {
         "token_embd": Type.Q6_K,
         "attn_v.": Type.Q6_K,
@@ -165,7 +165,7 @@ def test_tensors_that_no_checkpoint_has_keep_their_names(tmp_path: Path) -> None
 
 
 def nvfp4_file(path: Path, scale: dict[str, np.ndarray]) -> Path:
-    """A dense and a stacked weight in NVFP4, with the factors `scale` beside them."""
+    """Write a file with a dense and a stacked weight in NVFP4, with tensors `scale` that multiply them."""
     writer = gguf.GGUFWriter(path, "qwen35moe")
     numbers = {"block_count": 1, "context_length": 8, "embedding_length": 64, "expert_count": 3}
     numbers |= {"expert_used_count": 1, "expert_feed_forward_length": 2}
@@ -232,7 +232,7 @@ def test_a_file_that_shrinks_and_a_positive_a_are_refused(tmp_path: Path) -> Non
         stored["layers.0.linear_attn.A_log"].rows(0, 2)
     path.write_bytes(raw[:-100])
     last = max(stored.values(), key=lambda one: one.source.runs[-1].tensor.offset)
-    with pytest.raises(ValueError, match=r"model\.gguf must stay as it is while it is loaded"):
+    with pytest.raises(ValueError, match=r"model\.gguf must stay unchanged while it is loaded"):
         last.rows(0, last.shape[0])
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer that went through a GGUF file gives the ids of the tokenizer.json that it was made from."""
+"""A tokenizer read from a GGUF file gives the ids of the tokenizer.json from which it was made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAD = "[PAD400]"
 
 
 def train(split: str) -> tokenizers.Tokenizer:
-    """As the releases' tokenizers are made, of some 400 tokens."""
+    """Train a tokenizer of some 400 tokens, made like those of the releases."""
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -46,7 +46,7 @@ def train(split: str) -> tokenizers.Tokenizer:
 
 
 def write(path: Path, made: tokenizers.Tokenizer, split: str, changes: Mapping[str, Any] = {}) -> Container:
-    """The file of a tokenizer, padded by a token that nothing is encoded to; `changes` to its metadata."""
+    """Write the file of a tokenizer, padded by a token that no text encodes to; `changes` to its metadata."""
     inner = json.loads(made.to_str())["model"]
     added = made.get_added_tokens_decoder()
     count = made.get_vocab_size()
@@ -75,7 +75,7 @@ def write(path: Path, made: tokenizers.Tokenizer, split: str, changes: Mapping[s
 
 
 def texts(count: int) -> list[str]:
-    """Random and awkward strings."""
+    """Return random and awkward strings."""
     rng = random.Random(0)
     pieces = [
         *("the", "there", " the", "it's", "DON'T", "'LL", "  ", "   \n", "\r\n", "\n\n", "\t", "12345", "٣٤"),

@@ -1,4 +1,4 @@
-"""A run on a lent GPU may be ended by its time: failures are told at once, not behind the last test."""
+"""Prints failures at once: a run on a lent GPU may be ended by its time limit before the summary."""
 
 from __future__ import annotations
 

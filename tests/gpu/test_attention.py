@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 HEADS = {"0.8b": (8, 2, 256), "4b": (16, 4, 256), "27b": (24, 4, 256), "35b": (16, 2, 256)}
 SMALL = {"narrow": (4, 2, 64), "middle": (6, 2, 128), "wide group": (16, 1, 128)}
-# rel-L2 against float64: one bfloat16 rounding of the result and one of the softmax weights give 2e-3.
+# rel-L2 against float64: rounding the result and the softmax weights to bfloat16 once each gives 2e-3.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
@@ -24,7 +24,7 @@ def check_exact(args, tolerance):
     want = exact(*args)
     assert got.isfinite().all()
     assert rel_l2(got, want) < tolerance
-    # No row may hide behind the others.
+    # No row's error may be hidden by the other rows.
     for row, wanted in zip(got, want, strict=True):
         if wanted.norm() > 0:
             assert rel_l2(row, wanted) < 2 * tolerance
@@ -73,14 +73,14 @@ def test_prefill_against_float64(shape, fp8):
 def test_fp8_scales_far_apart(window):
     args = make([700, 90], window, 24, 4, 256, dtype=torch.bfloat16, fp8=True, device="cuda")
     g = torch.Generator("cuda").manual_seed(1)
-    # Values of one token are a million times another's; keys stay where softmax is not one-hot.
+    # Values of one token are a million times another's; keys are such that softmax is not one-hot.
     args[3][:, 1] *= 10 ** (6 * torch.rand(args[3][:, 1].shape, generator=g, device="cuda") - 3)
     args[3][:, 0] *= 0.5 + torch.rand(args[3][:, 0].shape, generator=g, device="cuda")
     check_exact(args, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("window", [3, 70])
-def test_padding_and_unwritten_rows_harm_no_one(window):
+def test_padding_and_unwritten_rows_change_no_result(window):
     args = make([70 + window], window, 24, 4, 256, dtype=torch.bfloat16, device="cuda")
     want = paged_attention.launch(*args)
     q, gate = (torch.cat((t, t, t)) for t in args[:2])
@@ -100,7 +100,7 @@ def test_padding_and_unwritten_rows_harm_no_one(window):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8", "fp32"])
 @pytest.mark.parametrize("shape", ["0.8b", "27b", "35b", "middle", "wide group"])
-def test_bits_of_a_row_are_its_own(shape, dtype):
+def test_bits_of_a_row_do_not_depend_on_other_rows(shape, dtype):
     heads = (HEADS | SMALL)[shape]
     lengths = [8, 64, 66, 127, 129, 130, 133, 300, 515] * 3 + [1027, 1153, 2055, 4100, 4353, 8195, 33001]
     x = torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -191,7 +191,7 @@ def test_kernels_that_start_early_wait_for_what_they_read(fp8):
             q = qk_norm_rope_kv_write(mixed, *weights, cos_sin, positions, slots, *args[2:4], 24, 4, 1e-6)
             gate = mixed[:, : 48 * 256].view(-1, 24, 512)[:, :, 256:]
             outs.append(paged_attention.launch(q, gate, *args[2:5], positions, *args[6:]))
-            # The next layer reads what this one made.
+            # The next layer reads the result of this one.
             carried = torch.nn.functional.pad(outs[-1], (0, mixed.shape[1] - outs[-1].shape[1]))
         return outs
 
@@ -246,7 +246,7 @@ def test_qk_norm_rope_kv_write(shape, dtype):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_bits_of_a_written_row_are_its_own(fp8):
+def test_bits_of_a_written_row_do_not_depend_on_other_rows(fp8):
     def run(rows):
         args = make_qk(256, 24, 4, 256, dtype=torch.bfloat16, fp8=fp8, device="cuda")
         for i in (0, 4, 5):

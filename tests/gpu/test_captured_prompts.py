@@ -1,4 +1,4 @@
-"""On a GPU a prompt leaves the same bits whether its launches run as code, are captured or are compiled."""
+"""On a GPU a prompt leaves the same bits whether its launches are uncompiled, captured or compiled."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.step.test_prompt_chunks import left_by
 
 pytestmark = pytest.mark.gpu
 
-# A piece that fills a launch, a last one that does not, one token, and a launch of three rows.
+# A chunk that fills a launch, a last one that does not, one token, and a launch of three rows.
 LENGTHS = (100, 64, 1, 67)
 GIVEN: dict[str, Any] = {"device": "cuda", "prefill_chunk": 64, "max_batch": 1, "compile": "on"}
 
 
 def bits_of(runner: Runner) -> list[torch.Tensor]:
-    """What prompts leave, each in a slot that was full of NaN, and their first tokens."""
+    """Return prompts' states, each in a slot that was full of NaN, and their first tokens."""
     found = []
     for length in LENGTHS:
         driver = Driver(runner)
@@ -41,7 +41,7 @@ def bits_of(runner: Runner) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
-def test_prompts_have_the_same_bits_captured_compiled_and_as_code(
+def test_prompts_have_the_same_bits_captured_compiled_and_uncompiled(
     tmp_path: Path, family: str, dtype: str, graph_mode: str
 ) -> None:
     write_checkpoint(tmp_path, family)
@@ -64,7 +64,7 @@ def test_prompts_have_the_same_bits_captured_compiled_and_as_code(
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
 def test_prompts_of_every_length_between_rounds(tmp_path: Path, graph_mode: str) -> None:
-    """Four lengths of launches, one prompt or several in each, beside rounds that are under way."""
+    """Four lengths of launches, one prompt or several in each, beside running rounds."""
     write_checkpoint(tmp_path)
     prompts = [prompt_of(length, length, 512) for length in (3, 300, 64, 129, 511, 200, 65, 450)]
     params = [

@@ -1,4 +1,4 @@
-"""Where a prompt's chunks end changes no bit on a GPU either, however few rows the last has."""
+"""On a GPU too, the ends of a prompt's chunks change no bit, however few rows the last chunk has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 def test_a_short_uncompiled_tail_has_the_bits_of_a_longer_chunk(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
-    """Rounds multiply and attend with as few rows by another route, whose bits are others'."""
+    """Rounds of as few rows multiply and attend by another route, whose bits differ."""
     write_checkpoint(tmp_path, family)
     given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "compile": "off", "max_batch": 1}
     given |= {"graph_mode": "off"}

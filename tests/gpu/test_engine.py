@@ -1,5 +1,7 @@
-"""The contract on a GPU: same tokens over depths, batches, drafts and graph modes; hidden states bit for
-bit."""
+"""The contract on a GPU: the same tokens for depths, batches, drafts and graph modes; equal hidden states.
+
+Hidden states are equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 DEFAULT = ROOT / "compiled_mtp" / "default_model"
 COUNT = 40
 COMPILED_BATCHES = (1, 3, 8)
-# Eight requests of 512 tokens in blocks of 64, and the padding's.
+# Eight requests of 512 tokens in blocks of 64, and the padding's block.
 COMPILED_BLOCKS = 65
 TEXTS = (
     "def quicksort(items):\n",
@@ -96,7 +98,7 @@ def decode_mixed(engine: Engine, seed: int, batch: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", ["default", "qwen3_5", "qwen3_next", "qwen3_5_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_same_tokens_uncompiled(directories: dict[str, Path], name: str, dtype: str) -> None:
-    """As graphs of the code as it is; what is expected is launched kernel by kernel."""
+    """With graphs of uncompiled code; the expected tokens come from separate kernel launches."""
     directory = directories[name]
     expected = plain_streams(directory, dtype, "off")
     for mtp_step, batch, drafts in ((1, 3, "random"), (3, 1, "own"), (3, 8, "random"), (7, 8, "right")):
@@ -110,7 +112,7 @@ def test_same_tokens_uncompiled(directories: dict[str, Path], name: str, dtype: 
 
 @cache
 def compiled_engine(directory: Path, mtp_step: int, dtype: str, graph_mode: str) -> Engine:
-    """One engine compiles every batch that the tests need: to compile is what takes their time."""
+    """One engine compiles every batch that the tests need: compiling takes most of their time."""
     return gpu_engine(
         directory,
         mtp_step=mtp_step,
@@ -123,7 +125,7 @@ def compiled_engine(directory: Path, mtp_step: int, dtype: str, graph_mode: str)
 
 @cache
 def compiled_streams(directory: Path, dtype: str) -> dict[str, list[int]]:
-    """Each request alone, one token at a time, in compiled code."""
+    """The tokens of each request alone, one token at a time, in compiled code."""
     engine = compiled_engine(directory, 0, dtype, "replay")
     tokens: dict[str, list[int]] = {}
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -155,7 +157,7 @@ def test_same_tokens_compiled(
     expected = compiled_streams(directories[name], dtype)
     engine = compiled_engine(directories[name], mtp_step, dtype, graph_mode)
     if dtype == "float32":
-        # In bfloat16 the padding of a compiled prefill may change a prompt's last bit, in both alike.
+        # In bfloat16 the padding of a compiled prefill may change a prompt's last bit, in both engines alike.
         assert expected == plain_streams(directories[name], dtype, "off")
     rng = random.Random(mtp_step)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -172,7 +174,7 @@ def test_same_tokens_compiled(
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
 def test_log_probabilities_of_prompts_and_outputs_compiled(graph_mode: str) -> None:
-    """To the bit those of each request alone without drafts, in company of who asks for none."""
+    """Equal to the bit to each request alone without drafts, beside requests that do not ask."""
     prompts = [prompt_of(length, length, 4096) for length in (1, 65, 128, 300)]
     params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True, prompt_logprobs=5, logprobs=2)
     silent = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
@@ -189,8 +191,8 @@ def test_log_probabilities_of_prompts_and_outputs_compiled(graph_mode: str) -> N
         assert one.new_token_ids == other.new_token_ids == without.new_token_ids
 
 
-def test_auto_is_the_trees_for_a_large_model_and_what_a_cache_was_made_for(tmp_path: Path) -> None:
-    """From a GiB of weights on; a cache, which cannot hold trees, is replayed."""
+def test_auto_chooses_trees_for_a_large_model_and_a_caches_own_mode(tmp_path: Path) -> None:
+    """From 1 GiB of weights on; a graph cache, which cannot hold trees, is replayed."""
     model, file = tmp_path / "large", tmp_path / "large.graphs"
     write_checkpoint(model, hidden_size=2048, intermediate_size=24576)
     options = {"mtp_step": 3, "max_batch": 3, "num_blocks": 25, "max_model_len": 512}
@@ -213,7 +215,7 @@ def test_auto_is_the_trees_for_a_large_model_and_what_a_cache_was_made_for(tmp_p
 
 
 def verify(step: Step, state_index: torch.Tensor) -> torch.Tensor:
-    """The hidden states of a decode round, before anything is committed."""
+    """Return the hidden states of a decode round, before its commit."""
     index, query_len = state_index.to(torch.int64), step.mtp_step + 1
     pos, last_token = step.slots.pos[index], step.slots.last_token[index][:, None]
     tokens = torch.cat((last_token, step.slots.drafts[index][:, : step.mtp_step]), dim=1).flatten()
@@ -223,7 +225,7 @@ def verify(step: Step, state_index: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_compiled_hidden_states_are_bit_equal_between_buckets(dtype: str) -> None:
-    """Between every pair of compiled buckets; and compiled code agrees with uncompiled code."""
+    """Between every pair of compiled buckets; compiled code agrees with uncompiled code."""
     engine = gpu_engine(DEFAULT, mtp_step=3, dtype=dtype, compile="off", num_blocks=COMPILED_BLOCKS)
     step = engine.runner.step
     assert engine.tokenizer is not None
@@ -293,9 +295,10 @@ def test_a_decode_step_does_not_synchronise(directories: dict[str, Path]) -> Non
 
 
 def depths_phases_and_moves(driver: Driver) -> dict[str, list[int]]:
-    """Rounds of depths 1 and 3, in one phase or two by turns, while one request goes to the host and back.
+    """Run rounds of depths 1 and 3, in one phase or two by turns, while one request goes to the host and
+    back.
 
-    Behind every copy comes a round of the others, which runs beside it.
+    After every copy comes a round of the other requests, which runs beside it.
     """
     prompts = {name: prompt_of(length, length, 512) for name, length in (("a", 20), ("b", 70), ("c", 65))}
     driver.start("a", 1, prompts["a"], chain=1)
@@ -350,7 +353,7 @@ def test_depths_phases_and_moves(directories: dict[str, Path], graph_mode: str, 
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
 def test_phases_become_graphs_after_their_first_run(graph_mode: str) -> None:
-    """Grammars and log probabilities, in company and alone, give the tokens of uncompiled rounds."""
+    """Grammars and log probabilities give the tokens of uncompiled rounds, alone and in batches."""
     params = [
         SamplingParams(max_tokens=COUNT, temperature=0.8, seed=1, guided_regex="([a-z]+ = [0-9]+\n){99}"),
         SamplingParams(max_tokens=COUNT, temperature=0.8, seed=2, ignore_eos=True, logprobs=3),

@@ -65,7 +65,7 @@ def gpu_engine(directory: Path, **options: Any) -> Engine:
 def streams(
     directory: Path, count: int, expected: dict[str, list[int]] | None = None, **options: Any
 ) -> dict[str, list[int]]:
-    """The tokens of some requests, greedy and sampled; drafts are right now and then, by `expected`."""
+    """Return the tokens of some requests, greedy and sampled; with `expected`, some drafts are right."""
     engine = gpu_engine(directory, max_batch=max(count, 4), **options)
     kept = [form for form in engine.runner.spec.weight_formats.values() if form.group]
     assert kept

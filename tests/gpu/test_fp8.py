@@ -1,4 +1,4 @@
-"""FP8 on a GPU: weights that stay FP8 and an FP8 cache, each with the same tokens over depths and batches."""
+"""FP8 on a GPU: FP8 weights and an FP8 cache, each with the same tokens for all depths and batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 40, 130)
 # Logits of scale 4.5: in float32 both engines multiply the same numbers in another order (the CPU's bound is
-# 5e-4, the GPU's exponentials are coarser).
+# 5e-4, the GPU's exponentials are less exact).
 FLOAT32_TOLERANCE = 2e-3
 
 
@@ -40,8 +40,10 @@ def streams(
     logprobs: int | None = None,
     **options: Any,
 ) -> dict[str, list[int]]:
-    """The tokens of three requests, greedy and sampled; drafts are right now and then, by `expected`. With
-    log probabilities rounds run in two phases."""
+    """Return the tokens of three requests, greedy and sampled; with `expected`, some drafts are right.
+
+    With log probabilities, rounds have two phases.
+    """
     engine = gpu_engine(directory, **options)
     if expected is not None and engine.config.mtp_step:
         force_drafts(engine, expected, lambda name, pos: pos % (engine.config.mtp_step + 1))
@@ -78,21 +80,21 @@ def test_same_tokens_with_fp8_weights(directory: Path, dtype: str, recipe: str, 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
 def test_same_tokens_compiled(directory: Path, recipe: str) -> None:
-    """Replayed graphs with both kinds of FP8: the engine that compiles against the one that does not."""
+    """Replayed graphs with both kinds of FP8: a compiling engine against one that does not compile."""
     options = {"weight_recipe": recipe, "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "compile": "auto"}
     torch._dynamo.reset()
     expected = streams(directory, mtp_step=0, max_batch=1, **options)
     torch._dynamo.reset()
     assert streams(directory, expected, mtp_step=3, max_batch=3, **options) == expected
-    # The compiler may not launch what runs beside a product before it.
+    # The compiler must not launch a side product before its product.
     torch._dynamo.reset()
     assert streams(directory, expected, 1, mtp_step=3, max_batch=3, **options) == expected
 
 
-def test_logits_are_those_of_the_weights_multiplied_out(
+def test_logits_are_those_of_the_dequantised_weights(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept weights are exact where those multiplied out to bfloat16 are rounded: they must err no more."""
+    """Kept weights are exact, those dequantised to bfloat16 are rounded: the former must err no more."""
     tokens = prompt_of(120, 1, 512)
     kept, plain = {}, {}
     for dtype in ("float32", "bfloat16"):
@@ -118,12 +120,13 @@ def test_logits_are_those_of_the_weights_multiplied_out(
     assert errors[0] < 1.25 * errors[1]
 
 
-def test_quantised_rows_are_the_cpus(directory: Path) -> None:
+def test_quantised_rows_agree_with_the_cpus(directory: Path) -> None:
     """The GPU's products in e4m3 against the CPU's, which multiply the same numbers in float32.
 
-    A number near the middle between two of e4m3 falls to either side by its last bits, and what follows moves
-    with it: on a CPU embeddings that are off by 1e-5 move these logits as far as the GPU's are apart, which
-    errs by as much, and by half as far as quantising rows does. So the bound is what 1e-4 does.
+    The last bits decide to which side a number near the middle of two e4m3 values is rounded, and later
+    numbers change with it. On a CPU, embeddings that are off by 1e-5 change these logits as much as the GPU's
+    differ. They err by as much, and by half as much as quantising rows does. So the bound is the effect of
+    1e-4.
     """
     tokens = prompt_of(120, 1, 512)
     ours = prefill_logits(

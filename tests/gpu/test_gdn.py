@@ -64,7 +64,7 @@ def weights_of(layer: Layer, cache: Cache) -> tuple[torch.Tensor, ...]:
 
 
 def test_verify_equals_float64(shape: Shape, dtype: torch.dtype) -> None:
-    """Three requests, windows of 8, the second one after five of the first eight were accepted."""
+    """Three requests, windows of 8; the second window comes after five of the first eight were accepted."""
     layer = make_layer(shape, dtype, device="cuda")
     cache = make_cache(shape, 5, 16, dtype, "cuda")
     stream = Stream(layer, cache, [4, 1, 2], [0, 13, 1000], [0, 13, 1000], "sigmoid")
@@ -116,7 +116,8 @@ def test_verify_rows_do_not_depend_on_batch() -> None:
 
 
 def test_verify_graph_follows_slots_and_cursors() -> None:
-    """Captured once; slots, cursors and inputs then change in place, a padding row among them."""
+    """The graph is captured once; slots, cursors and inputs then change in place, also those of a padding
+    row."""
     shape = SHAPES["4b"]
     layer = make_layer(shape, torch.bfloat16, device="cuda")
     cache = make_cache(shape, 6, 8, torch.bfloat16, "cuda")
@@ -278,7 +279,7 @@ def test_prefill_bits_do_not_depend_on_padding_or_slot() -> None:
 
 
 def test_prefill_repeats_its_bits(shape: Shape, dtype: torch.dtype) -> None:
-    """Shared memory that is read before it is written, or written too soon, shows as bits that change."""
+    """Shared memory that is read or overwritten at the wrong time shows as changing bits."""
     layer = make_layer(shape, dtype, device="cuda")
     prompt = make_prompt(layer, 1000, dtype, "cuda")
     state = make_cache(shape, 2, 8, device="cuda").state

@@ -1,4 +1,4 @@
-"""linear on the device: right at real shapes, the same bits for every row count, safe in graphs."""
+"""linear on the device: exact enough at real shapes, the same bits for every row count, safe in graphs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def exact_float32() -> Iterator[None]:
 
 
 def make(rows: int, n: int, k: int, fp8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """x as a strided view between NaN, a weight, its scales."""
+    """Return x as a strided view between NaN, a weight, and its scales."""
     wide = torch.full((rows, k + 16), float("nan"), device="cuda", dtype=torch.bfloat16)
     wide[:, 8 : 8 + k] = torch.randn(rows, k, device="cuda")
     weight = torch.randn(n, k, device="cuda")
@@ -67,8 +67,8 @@ def test_as_near_to_float64_as_cublas(rows: int, n: int, k: int, fp8: bool) -> N
     x = many[:rows]
     values = weight.double() if scale is None else dequantize(weight, scale).double()
     exact = x.double() @ values.T
-    # What a product on tensor cores errs: without scales, which cuBLAS does not take, and on many rows, since
-    # for few it cuts K into more parts.
+    # The error of a product on tensor cores: without scales, which cuBLAS does not take, and on many rows,
+    # since for few rows cuBLAS cuts K into more splits.
     plain = weight.bfloat16()
     plain_exact = many.double() @ plain.double().T
     cublas = rel_l2(torch.mm(many, plain.T, out_dtype=torch.float32), plain_exact)
@@ -76,14 +76,14 @@ def test_as_near_to_float64_as_cublas(rows: int, n: int, k: int, fp8: bool) -> N
         y = linear(x, weight, scale, False, prefill)
         assert rel_l2(y, exact) < 2 * rel_l2(exact.bfloat16(), exact)
         error = rel_l2(linear(x, weight, scale, True, prefill), exact)
-        # A prompt's columns are one chain, as cuBLAS's are where rows fill the processors. The tensor cores
-        # of sm_90 cut its sum off after every 16 columns: by half a unit of 24 bits on average, to one side.
+        # A prompt's columns are one chain, like cuBLAS's if the rows fill the processors. The tensor cores of
+        # sm_90 truncate its sum after every 16 columns: by half a unit of 24 bits on average, to one side.
         budget = max(2 * cublas, 1e-6, prefill * k / 16 * 2**-25)
         assert error < budget, f"{error:.2e} against cuBLAS's {cublas:.2e} and a budget of {budget:.2e}"
 
 
 def test_fp8_values_are_exact() -> None:
-    """Every finite e4m3 value, subnormal ones too, times one: no rounding in the conversion."""
+    """Every finite e4m3 value, including subnormal ones, times one: the conversion does not round."""
     bits = torch.arange(256, dtype=torch.uint8, device="cuda")
     bits[[127, 255]] = 0  # the two NaN
     weight = bits.view(torch.float8_e4m3fn)[None].expand(256, 256).contiguous()
@@ -116,7 +116,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int, fp8: 
 def test_one_step_has_the_bits_of_every_number_of_rows(
     monkeypatch: pytest.MonkeyPatch, n: int, k: int, entry: list[int]
 ) -> None:
-    """Few rows hold their weights in registers, more run a loop: the same parts, the same sums."""
+    """Few rows hold their weights in registers, more rows run a loop: the same K splits, the same sums."""
     linear_config.cache_clear()
     monkeypatch.setitem(read_table()["sm_90"], f"{n}x{k} bf16", entry)
     assert narrow_config("sm_90", n, k, torch.bfloat16).is_one_step(k)
@@ -154,7 +154,7 @@ def test_gated_has_the_bits_of_one_after_the_other(n: int, k: int, fp8: bool) ->
     ],
 )
 def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
-    """Shares added by 1, 2, 4 and 8 programs and by the norm, for every number of rows."""
+    """1, 2, 4 and 8 programs and the norm add the K splits, for every number of rows."""
     x, weight, scale = make(257, n, k, fp8)
     residual = torch.randn(257, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
@@ -170,7 +170,7 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
             assert same, f"{rows} rows, {count} programs"
 
 
-# The head, those of 27B, and some of smaller models; whole weights, and a shard of one.
+# The head, 27B's products, and some of smaller models; whole weights, and a shard of one.
 @pytest.mark.parametrize(
     "kind, n, k",
     [
@@ -190,8 +190,10 @@ def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
     ],
 )
 def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
-    """Many rows come by the copy engine where they lie at multiples of 16 bytes, and rows of any number have
-    the bits that they have without it."""
+    """Many rows come by the copy engine if they begin at multiples of 16 bytes.
+
+    For any number of rows the bits are those without it.
+    """
     x, weight, _ = make(256, n, k, False)
     unaligned = torch.empty(256, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
     most_parts = count_partials(weight, 256)
@@ -209,8 +211,8 @@ def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("n, k", [(96, 5120), (64, 2048), (40, 1000)])
-def test_a_product_beside_another(n: int, k: int) -> None:
-    """Right while the product before it still runs, and a row's bits are its own."""
+def test_a_side_product(n: int, k: int) -> None:
+    """Right while the product before it still runs; a row's bits do not depend on other rows."""
     x, weight, _ = make(256, n, k, False)
     wide = torch.randn(16384, k, device="cuda").bfloat16()
     exact = x.double() @ weight.double().T
@@ -224,7 +226,7 @@ def test_a_product_beside_another(n: int, k: int) -> None:
 @pytest.mark.parametrize("n, k, fp8", [(5120, 17408, False), (5120, 6144, True)])
 @pytest.mark.parametrize("shards", [2, 4, 8])
 def test_shards_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, shards: int) -> None:
-    """A device that holds some of the columns gives the tree's part of its shares."""
+    """A device with some of the columns gives its subtree of the K splits' sum."""
     x, weight, scale = make(100, n, k, fp8)
     length = k // shards
     for rows in (1, 4, 33, 64, 100):
@@ -243,7 +245,7 @@ def test_shards_have_the_bits_of_the_whole(n: int, k: int, fp8: bool, shards: in
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("out_float32", [False, True])
 def test_bits_of_a_prompt_do_not_depend_on_its_chunk(n: int, k: int, fp8: bool, out_float32: bool) -> None:
-    """From one row to a chunk, whatever tile a number of rows has, and by descriptors or without."""
+    """From one row to a chunk, for any tile and with or without descriptors."""
     x, weight, scale = make(2048, n, k, fp8)
     y = linear(x, weight, scale, out_float32, True)
     for rows in (1, 7, 63, 64, 65, 128, 129, 200, 256, 512, 1000, 1024):
@@ -257,7 +259,7 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunk(n: int, k: int, fp8: bool, 
 
 
 def test_scales_beyond_k_are_not_read() -> None:
-    """Three blocks of K in two chains; behind the scales lies NaN."""
+    """Three blocks of K in two chains; NaN comes after the scales."""
     x, weight, scale = make(5, 256, 384, True)
     assert scale is not None
     guarded = torch.full((64,), float("nan"), device="cuda")
@@ -286,8 +288,10 @@ def test_writes_all_of_its_output_and_nothing_else(n: int, k: int, fp8: bool) ->
 
 @pytest.mark.parametrize("rows", [4, 70])
 def test_chain_in_a_graph_equals_one_kernel_at_a_time(rows: int) -> None:
-    """Dependent launches overlap neighbours; a missing wait would show as other bits. And a graph keeps the
-    descriptors that it was captured with."""
+    """Dependent launches overlap neighbours: a missing wait would change bits.
+
+    A graph keeps the descriptors with which it was captured.
+    """
     h, wide = 1024, 3584
     gate_up = (torch.randn(2 * wide, h, device="cuda") * h**-0.5).bfloat16()
     down = (torch.randn(h, wide, device="cuda") * wide**-0.5).bfloat16()

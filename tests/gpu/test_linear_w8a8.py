@@ -1,4 +1,4 @@
-"""quantize_rows and linear_w8a8 on the device: right, the same bits for every number of rows and programs."""
+"""quantize_rows and linear_w8a8 on the device: exact enough, with bits independent of rows and programs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int) -> No
 
 @pytest.mark.parametrize("n, k", [(34816, 5120), (16384, 5120), (5120, 17408), (2560, 9216)])
 def test_descriptors_change_no_bit(n: int, k: int) -> None:
-    """Rows at no multiple of 16 bytes have the other kernel; so have few, and prompts have many."""
+    """Rows that do not begin at multiples of 16 bytes use the other kernel, and so do few rows."""
     x, x_scale, weight, scale = make(600, n, k)
     unaligned = torch.empty(600, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
     wanted = linear_w8a8(unaligned, x_scale, weight, scale)
@@ -87,7 +87,7 @@ def test_programs_have_the_same_bits(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("width", [2048, 5120])
-def test_what_is_quantised_where_it_is_made_has_the_bits_of_one_after_the_other(width: int) -> None:
+def test_fused_quantisation_has_the_bits_of_two_launches(width: int) -> None:
     gate_up = torch.randn(67, 2 * width, device="cuda").bfloat16()
     assert_same_bits(silu_mul_quantized(gate_up), quantize_rows(silu_mul(gate_up)))
     parts, residual = torch.randn(4, 67, width, device="cuda"), torch.randn(67, width, device="cuda")

@@ -1,4 +1,4 @@
-"""On a GPU: what resumes, leaves, comes back, is replayed or drafted at any depth gives the same tokens."""
+"""On a GPU: resumed, offloaded, replayed and drafted requests of any depth have the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BASE = {
     "batch_sizes": (1, 4),
 }
 MODES: tuple[dict[str, Any], ...] = ({"compile": "off"}, {"compile": "on", "graph_mode": "replay"})
-# Six prompts of which three begin alike, beyond two chunks.
+# Six prompts, of which three have more than two chunks in common.
 PROMPTS = tuple(prompt_of(150, 1, 4000)[:140] + prompt_of(9, n, 4000) for n in range(3)) + tuple(
     prompt_of(30 + 40 * n, 10 + n, 4000) for n in range(3)
 )
@@ -44,7 +44,7 @@ def make(**options: Any) -> Engine:
 
 @cache
 def alone() -> list[RequestOutput]:
-    """What each gives by itself, with nothing to resume from and no drafts."""
+    """Return each request's output alone, without a prefix cache and drafts."""
     engine = make(
         mtp_step=0, max_batch=1, batch_sizes=(1,), prefix_cache=False, compile="off", graph_mode="off"
     )
@@ -54,14 +54,14 @@ def alone() -> list[RequestOutput]:
 
 
 def check(outputs: list[RequestOutput], *, is_same_program: bool) -> None:
-    """The same tokens; where the programs are the same, the same log probabilities to the bit."""
+    """Check for equal tokens; if the programs are the same, also for equal bits of log probabilities."""
     for output, expected in zip(outputs, alone(), strict=True):
         assert output.new_token_ids == expected.new_token_ids
         assert not is_same_program or output.logprobs == expected.logprobs
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
-def test_a_prompt_that_comes_again_resumes_and_gives_the_same(mode: dict[str, Any]) -> None:
+def test_a_repeated_prompt_resumes_and_gives_the_same_tokens(mode: dict[str, Any]) -> None:
     engine = make(mtp_step=3, **mode)
     for repeat in range(2):
         outputs = engine.generate(PROMPTS, PARAMS)
@@ -76,10 +76,10 @@ def test_a_prompt_that_comes_again_resumes_and_gives_the_same(mode: dict[str, An
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
 @pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
-def test_what_the_cache_gives_up_comes_back_from_host_memory(
+def test_evicted_entries_come_back_from_host_memory(
     mode: dict[str, Any], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks for the longest request alone; one comes after the other."""
+    """Blocks suffice for the longest request alone; requests run one after another."""
     monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 28)
     engine = make(mtp_step=3, num_blocks=5, kv_dtype=kv_dtype, **mode)
     turns = [[engine.generate([p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)] for _ in range(3)]
@@ -99,10 +99,10 @@ def test_what_the_cache_gives_up_comes_back_from_host_memory(
 @pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
 @pytest.mark.parametrize("offload_gb", [1.0, 0.0])
 @pytest.mark.parametrize("mtp_step", [0, 3])
-def test_requests_leave_and_come_back_or_are_replayed(
+def test_requests_are_offloaded_and_come_back_or_are_replayed(
     mode: dict[str, Any], offload_gb: float, mtp_step: int
 ) -> None:
-    """Blocks for one and a half of the longest."""
+    """Blocks suffice for one and a half of the longest requests."""
     engine = make(mtp_step=mtp_step, num_blocks=8, offload_gb=offload_gb, **mode)
     engine.scheduler._planner._admission.tokens_ahead = 0
     check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
@@ -114,8 +114,9 @@ def test_requests_leave_and_come_back_or_are_replayed(
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["off", "replay"])
-def test_the_engine_takes_what_it_says(mode: dict[str, Any]) -> None:
-    """Weights and the plan; a launch of this checkpoint needs little beside a pool of 4 GiB, captured too."""
+def test_the_engine_takes_the_memory_that_it_plans(mode: dict[str, Any]) -> None:
+    """Weights and the plan; beside a pool of 4 GiB a launch of this checkpoint needs little, also when
+    captured."""
     small = make(mtp_step=3, num_blocks=9, **mode)
     num_blocks = (4 << 30) // small.runner.memory.block_bytes
     small.close()
@@ -133,8 +134,8 @@ def test_the_engine_takes_what_it_says(mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", [*MODES, {"compile": "on", "graph_mode": "reduce-overhead"}])
-def test_any_depth_gives_the_same(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a cache one is compiled and the others are captured as they are."""
+def test_any_depth_gives_the_same_tokens(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache, one depth is compiled and the others are captured uncompiled."""
     engine = make(mtp_step="auto", mtp_depths=(0, 1, 3), **mode)
     assert engine.stats().rounds_by_depth.keys() == {0, 1, 3}
     depths = iter([3, 0, 0, 0, 0, 0, 1, 3, 0, 3] * 100)

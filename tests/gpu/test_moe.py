@@ -14,7 +14,7 @@ from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.harness import check_row_invariance, poisoned_allocations, rel_l2
 
 pytestmark = pytest.mark.gpu
-# Of 35B-A3B and of Qwen3-Next 80B-A3B: experts, top_k, hidden, inner.
+# 35B-A3B's and Qwen3-Next 80B-A3B's: experts, top_k, hidden, inner.
 SHAPES = [(256, 8, 2048, 512), (512, 10, 2048, 512)]
 SIZES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 128, 200, 255, 256)
 
@@ -38,7 +38,7 @@ def make_case(
     experts, top_k, width, inner = shape
     gate_up, gate_up_scale = random_weights(experts, 2 * inner, width, weight_dtype)
     down, down_scale = random_weights(experts, width, inner, weight_dtype)
-    # Rows as a slice of something wider, as a caller may pass them.
+    # Rows as a slice of a wider tensor, as a caller may pass them.
     x = torch.randn(rows, width + 64, device="cuda").to(x_dtype)[:, :width]
     weights, ids = moe_router(torch.randn(rows, experts + 1, device="cuda") * 2, top_k, True)
     return x, weights, ids, gate_up, down, gate_up_scale, down_scale
@@ -109,7 +109,7 @@ def test_float32_equals_float64_and_rows_are_invariant(weight_dtype: torch.dtype
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shards", [2, 4])
 def test_shards_have_the_bits_of_the_whole(weight_dtype: torch.dtype, shards: int) -> None:
-    """Devices that hold some of the width each: the gate's rows, up's, and those columns of down."""
+    """Each device has some of the width: the gate's rows, up's, and the matching columns of down."""
     x, weights, ids, gate_up, down, *scales = make_case(70, (16, 4, 1024, 512), torch.bfloat16, weight_dtype)
 
     def rows_of(stack: torch.Tensor) -> list[torch.Tensor]:
@@ -164,7 +164,7 @@ def test_graph_replays_with_new_rows() -> None:
 
 
 def test_every_e4m3_code_is_widened_exactly() -> None:
-    # Products with one-hot rows are the weights themselves, and silu(g) * 1 shows them through `down`.
+    # Products with one-hot rows are the weights themselves, and `down` shows them by silu(g) * 1.
     codes = torch.arange(256, dtype=torch.uint8, device="cuda")
     codes[127], codes[255] = 0, 0
     width, inner = 256, 128
@@ -200,7 +200,7 @@ def test_bits_of_a_prompt_do_not_depend_on_its_chunk(weight_dtype: torch.dtype) 
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantised_rows_have_the_same_bits_for_every_number_of_rows(shape: tuple[int, int, int, int]) -> None:
-    """Tiles of 16 pairs and of 64; against the same in bfloat16 the error of two quantised activations."""
+    """Tiles of 16 pairs and of 64; compared with bfloat16, the error is that of two quantised activations."""
     case = make_case(2048, shape, torch.bfloat16, torch.float8_e4m3fn)
     x, weights, ids, *rest = case
     values, factors = quantize_rows(x)

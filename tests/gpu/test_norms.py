@@ -24,7 +24,7 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     wide[:, :, :width] = torch.randn(2, 5, width, device="cuda") * 3
     x, residual = wide[:, :, :width].unbind(0)
     weight = torch.randn(width, device="cuda").to(dtype)
-    # Half a unit in the last place of bfloat16, and one more where the two sums differ in their last bit.
+    # Half a unit in the last place of bfloat16, and one more if the two sums differ in their last bit.
     rtol = 7.9e-3 if dtype == torch.bfloat16 else 2e-6
     check_launch(rms_norm, (x, weight, EPS), rtol=rtol, atol=1e-6)
     check_launch(add_rms_norm, (x, residual, weight, EPS), rtol=rtol, atol=1e-6)
@@ -42,7 +42,7 @@ def test_norm_rows_do_not_depend_on_each_other(width: int) -> None:
     kept, everything = torch.arange(3, 256, 4, device="cuda"), add_rms_norm(x, residual, weight, EPS)
     for got, wanted in zip(add_rms_norm(x, residual, weight, EPS, kept), everything, strict=True):
         assert torch.equal(got, wanted[kept])
-    # A single row may come with any stride; it must not select another kernel.
+    # A single row may have any stride; it must not select another kernel.
     row = torch.empty_strided((1, width), (1, 1), device="cuda", dtype=torch.bfloat16).copy_(x[:1])
     assert torch.equal(rms_norm(row, weight, EPS), rms_norm(x, weight, EPS)[:1])
 
@@ -50,7 +50,7 @@ def test_norm_rows_do_not_depend_on_each_other(width: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_pair_is_two_norms_to_the_bit(width: int, dtype: torch.dtype) -> None:
-    """For every number of rows, hidden rows at any stride, an embedding of more than 2^31 elements."""
+    """For every number of rows, hidden rows of any stride, an embedding of more than 2^31 elements."""
     vocab = (2**31 // width + 1000) if width == 8192 and dtype == torch.bfloat16 else 1000
     table = torch.zeros(vocab, width, device="cuda", dtype=dtype)
     table[-1000:] = torch.randn(1000, width, device="cuda")

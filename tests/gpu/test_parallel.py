@@ -1,4 +1,4 @@
-"""Two GPUs hold one model: the tokens of one, and what ends a rank ends the engine."""
+"""Two GPUs hold one model: they give one GPU's tokens, and a rank's end ends the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs of one machine"),
 ]
 
-# Heads that two ranks divide, and sums of two shares at least; FP8 is cut at its blocks.
+# Heads that two ranks divide, and sums of at least two K splits; FP8 is cut at its blocks.
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "num_q_heads": 4,
@@ -48,7 +48,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     # Both ranks hold the same KV head and the same key head.
     "few-heads": {"num_kv_heads": 1, "num_key_heads": 1},
 }
-# Prompts of one chunk and of three. One shape of a round and one of a prompt: starts are most of the time.
+# Prompts of one chunk and of three. One shape of a round and one of a prompt: starts take most of the time.
 LENGTHS = (40, 5, 140)
 BATCH = 8
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-# All of a GPU would be filled with zeros first.
+# Otherwise the whole memory of a GPU would be filled with zeros first.
 SHAPE: dict[str, Any] = {
     "device": "cuda",
     "prefill_chunk": 64,
@@ -80,7 +80,7 @@ def engine_of(directory: Path, world: int, **options: Any) -> Engine:
 
 
 def decode(engine: Engine, batch: int) -> list[list[int]]:
-    """Tokens of requests that run together, every other one greedy."""
+    """Return tokens of requests that run together, every other one greedy."""
     lengths = [LENGTHS[index % len(LENGTHS)] for index in range(batch)]
     prompts = [prompt_of(length, index, 512) for index, length in enumerate(lengths)]
     params = [
@@ -92,7 +92,7 @@ def decode(engine: Engine, batch: int) -> list[list[int]]:
 
 @cache
 def wanted(directory: Path, recipe: str, batch: int) -> list[list[int]]:
-    """What one GPU decodes uncompiled and without drafts. It leaves the kernels it has compiled on disk."""
+    """One GPU's tokens, uncompiled and without drafts. It leaves its compiled kernels on disk."""
     options: dict[str, Any] = {"compile": "off", "weight_recipe": recipe, "mtp_step": 0}
     with engine_of(directory, 1, **options, max_batch=max(batch, BATCH)) as engine:
         return decode(engine, batch)
@@ -118,7 +118,7 @@ def wanted(directory: Path, recipe: str, batch: int) -> list[list[int]]:
         ("dense", "auto", "nccl", "on", "auto"),
     ],
 )
-def test_two_gpus_decode_what_one_does(
+def test_two_gpus_decode_like_one(
     directories: dict[str, Path], name: str, recipe: str, exchange: str, compile: str, mtp_step: int | str
 ) -> None:
     directory = directories[name]
@@ -131,16 +131,16 @@ def test_two_gpus_decode_what_one_does(
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_parts_of_many_rows_are_added_on_their_way(directories: dict[str, Path], name: str) -> None:
-    """80 rows a round: two barriers an exchange, the same bits."""
+def test_the_communicator_adds_partials_of_many_rows(directories: dict[str, Path], name: str) -> None:
+    """80 rows per round: two barriers per collective, the same bits."""
     directory = directories[name]
     expected = wanted(directory, "auto", 20)
     with engine_of(directory, 2, compile="off", mtp_step=3, max_batch=20) as engine:
         assert decode(engine, 20) == expected
 
 
-def test_ranks_load_what_an_export_compiled(directories: dict[str, Path], tmp_path: Path) -> None:
-    """The tokens of one GPU, and rank 0 traces nothing; that no rank does, test_rank_caches.py shows."""
+def test_ranks_load_an_exports_programs(directories: dict[str, Path], tmp_path: Path) -> None:
+    """Ranks give one GPU's tokens and rank 0 traces nothing; test_rank_caches.py checks that no rank does."""
     directory, file = directories["dense"], tmp_path / "ranks.graphs"
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
     flags += [f"--batch-sizes={BATCH}", "--mtp-step=3", "--tensor-parallel=2", f"--model={directory}"]
@@ -176,5 +176,5 @@ def test_a_lost_rank_ends_the_engine(directories: dict[str, Path], exchange: str
     engine.close()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
-    # The GPU is as it was.
+    # The GPU has its free memory back.
     assert torch.ones(4, device="cuda").sum() == 4

@@ -1,5 +1,4 @@
-"""Prompts that share a launch on a GPU: operators, compiled programs and engines give each the bits it has
-alone."""
+"""Prompts that share a launch on a GPU: operators, programs and engines give each prompt its bits alone."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of
 from tests.ops.gdn_cases import Shape
 from tests.ops.harness import assert_same_bits, poisoned_allocations
-from tests.ops.piece_cases import check_attention, check_conv, check_gdn
+from tests.ops.prompt_chunk_cases import check_attention, check_conv, check_gdn
 from tests.step.test_prompt_chunks import left_by
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +29,7 @@ DEFAULT = Path(__file__).parents[2] / "compiled_mtp" / "default_model"
 SHAPES = {"4b": Shape(16, 32, 128, 128), "27b": Shape(16, 48, 128, 128)}
 HEADS = {"0.8b": (8, 2, 256), "27b": (24, 4, 256), "narrow": (4, 2, 64)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Each end of a tile, and one that makes the launch wide.
+# Each end of a tile, and one chunk that makes the launch wide.
 CUTS = ((3, 0, 70), (1, 64, 9), (4, 0, 1), (2, 128, 64), (7, 192, 2), (5, 64, 700), (6, 0, 129))
 LENGTHS = {1: 150, 2: 1, 3: 64, 4: 9, 5: 331, 6: 70}
 # Every launch, as (slot, start, end).
@@ -83,7 +82,7 @@ def prefill(engine: Engine, cuts: Sequence[tuple[int, int, int]]) -> None:
 
 
 def finish(engine: Engine, slots: Sequence[int]) -> dict[int, tuple[Any, ...]]:
-    """First tokens and drafts of these slots together, and what each prompt has left."""
+    """Return first tokens and drafts of these slots together, and each prompt's states and keys."""
     rows = engine.runner.programs.first_token(slots, 3).tolist()
     return {s: (rows[i], left_by(engine.runner.step, s, LENGTHS[s])) for i, s in enumerate(slots)}
 
@@ -97,10 +96,8 @@ def finish(engine: Engine, slots: Sequence[int]) -> dict[int, tuple[Any, ...]]:
         ("default", "bfloat16", "on"),
     ],
 )
-def test_what_prompts_leave_and_their_first_tokens(
-    tmp_path: Path, name: str, dtype: str, compile: str
-) -> None:
-    """In two packings; compiled, prompts are padded to other lengths than alone."""
+def test_prompts_states_and_first_tokens(tmp_path: Path, name: str, dtype: str, compile: str) -> None:
+    """In two packings; when compiled, prompts are padded to other lengths than alone."""
     directory = DEFAULT if name == "default" else write_checkpoint(tmp_path, name)
     options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "compile": compile, "mtp_step": 3}
     options |= {"prefill_chunk": 512, "block_size": 64, "max_batch": 6, "num_blocks": 49}
@@ -125,7 +122,7 @@ def test_what_prompts_leave_and_their_first_tokens(
 
 
 @pytest.mark.parametrize("compile", ["off", "on"])
-def test_engines_tell_what_they_tell_of_each_alone(compile: str) -> None:
+def test_engines_give_each_prompts_output_alone(compile: str) -> None:
     """Short prompts that arrive together, with and without log probabilities."""
     options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "compile": compile, "mtp_step": 3}
     options |= {"prefill_chunk": 256, "block_size": 64, "max_batch": 8, "num_blocks": 65}

@@ -1,4 +1,4 @@
-"""Products that hold their weights before the kernel before ends: their bits, and the contract."""
+"""Products whose resident weights load before the previous kernel ends: their bits, and the contract."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_resident_products_have_the_bits_of_the_others(
     name: str, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1 to 16 rows, which lie between others; what is behind the last row is NaN."""
+    """1 to 16 rows between other rows; NaN comes after the last row."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
     multiply = importlib.import_module("op_cases.linear").multiply
     size, kind = name.split()
@@ -52,7 +52,7 @@ def test_resident_products_have_the_bits_of_the_others(
         got = multiply(x, weight, kind, resident=True)
         assert len(launched) == before + 1
         assert torch.equal(got, wanted)
-        # As a part of more rows, which no program holds.
+        # The same rows among more than 16, with which no weight is resident.
         many = torch.cat((x, torch.randn(20, k, device="cuda").bfloat16()))
         assert torch.equal(multiply(many, weight, kind, resident=True)[..., :rows, :], wanted)
     assert len(launched) == before + 1
@@ -86,7 +86,7 @@ def test_same_tokens_with_every_weight_resident(
         assert len(resident) > 16
         assert step.draft is None or not step.draft.fc.resident
         assert all(module.resident for module in modules if isinstance(module, RMSNorm))
-        # Graphs are captured when the engine is made.
+        # Graphs are captured when the engine is created.
         assert len(launched) >= before + len(resident)
         for seed in range(3):
             assert decode_mixed(engine, seed, batch) == expected

@@ -26,7 +26,7 @@ def on_device(case: Case) -> Case:
 
 
 def mixed_case(requests: int, query_len: int, scale: float = 3.0) -> Case:
-    """Requests of every kind in turn over the full vocabulary, with the head of a language model's logits."""
+    """Return requests of every kind in turn over the full vocabulary, with logits like a language model's."""
     kinds = [
         (0.0, 0, 1.0, 0.0),
         (1.0, 0, 1.0, 0.0),
@@ -63,8 +63,8 @@ def assert_reference_tokens(case: Case) -> None:
         token, outcome = draw(on_device(case))
     wanted, wanted_outcome = draw(case)
     assert torch.equal(outcome.cpu(), wanted_outcome)
-    # Equal noise bits and equal processed logits; the logarithms may differ in the last bit, which decides
-    # only between two ids whose scores are as good as equal.
+    # Noise and processed logits have equal bits; the logarithms may differ in the last bit, which decides
+    # only between two ids of nearly equal scores.
     different = (token.cpu() != wanted).nonzero().flatten().tolist()
     assert len(different) * 500 <= len(wanted), f"rows {different} differ"
 
@@ -99,7 +99,7 @@ def test_every_processor_gives_the_reference_tokens(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("with_tables", [True, False])
-def test_rows_do_not_depend_on_their_company(with_tables: bool) -> None:
+def test_rows_do_not_depend_on_other_rows(with_tables: bool) -> None:
     case = on_device(full_case(5000, 3) if with_tables else mixed_case(64, 4))
     requests = len(case["state_index"])
     together = draw(case)

@@ -1,4 +1,4 @@
-"""On a GPU batch sizes that have a program in common give the tokens of requests by themselves, as code."""
+"""On a GPU, batch sizes that share a program give the tokens of single uncompiled requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
-def test_sizes_with_a_program_in_common_have_the_tokens_of_one(
+def test_sizes_that_share_a_program_have_the_tokens_of_one(
     tmp_path: Path, family: str, graph_mode: str
 ) -> None:
-    """Of up to 16 rows and of more, where products before a norm have other numbers of parts."""
+    """Up to 16 rows and more, for which products before a norm have other numbers of partials."""
     write_checkpoint(tmp_path, family)
     prompts = [prompt_of(3 + 7 * n, n, 512) for n in range(24)]
     params = [SamplingParams(max_tokens=12, temperature=0.8, seed=n, ignore_eos=True) for n in range(24)]
@@ -33,7 +33,7 @@ def test_sizes_with_a_program_in_common_have_the_tokens_of_one(
     engine = make_engine(
         tmp_path, mtp_step=3, max_batch=24, batch_sizes=sizes, compile="on", graph_mode=graph_mode, **given
     )
-    # One request's, and all others'.
+    # The program of one request, and the shared program.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     with torch.compiler.set_stance("fail_on_recompile"):
         for size in reversed(sizes):

@@ -1,4 +1,4 @@
-"""Graph caches: a second process compiles nothing, without a compiler even; a wrong one is refused."""
+"""Graph caches: a second process compiles nothing, even without a compiler; a wrong cache is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(json.dumps({
 
 @pytest.fixture(autouse=True)
 def temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of a test. What loading sets in the environment goes with it."""
+    """The temporary directory of a test; environment variables set by loading are reset."""
     directory = tmp_path / "temporaries"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -84,7 +84,7 @@ def graph_cache(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def run_second(directory: Path, given: dict[str, object]) -> dict[str, Any]:
-    """A process that finds no C++ compiler."""
+    """Run a process that finds no C++ compiler."""
     tools = directory / "bin"
     tools.mkdir(exist_ok=True)
     for name in ("env", "sh", "cat"):
@@ -159,7 +159,7 @@ def test_a_cache_for_another_model_or_torch_is_refused_by_name(
 def test_a_cache_of_other_source_or_tensors_is_refused_by_name(
     checkpoint: Path, graph_cache: Path, tmp_path: Path
 ) -> None:
-    """Saved programs are not traced again, so nothing else would notice."""
+    """Saved programs are not traced again, so no other check would find it."""
     given = {"model": checkpoint, "device": "cpu", **SHAPE}
     changes = {
         "key.json": ('"source": "', '"source": "0', r"graph_cache must be made for source='\w+', got '0\w+'"),
@@ -183,7 +183,7 @@ def test_a_cache_of_other_source_or_tensors_is_refused_by_name(
 
 
 def test_the_digest_follows_code_and_tables(tmp_path: Path) -> None:
-    """A table decides the shapes of parts, and so the programs, as much as code does."""
+    """A table decides the shapes of partials, and so the programs, as code does."""
     package = tmp_path / "ops"
     package.mkdir()
     (package / "op.py").write_text("a = 1")
@@ -202,7 +202,7 @@ def spec_of(config: EngineConfig) -> EngineSpec:
 
 
 def test_a_field_is_part_of_the_key_until_it_is_marked() -> None:
-    """Of a config, of a model and of the spec."""
+    """For fields of a config, of a model and of the spec."""
 
     class NewConfig(EngineConfig):
         new_setting: int = 3
@@ -225,7 +225,7 @@ def test_a_field_is_part_of_the_key_until_it_is_marked() -> None:
     assert new == key | {"model.new_size": 4, "new_number": 5}
 
 
-def test_the_key_holds_what_became_of_a_setting() -> None:
+def test_the_key_holds_resolved_settings() -> None:
     config = EngineConfig(device="cpu", draft_vocab=100, mtp_step=2, seed=1, num_blocks=40)
     key = json.loads(json.dumps(early_key(spec_of(config))))
     wanted = {
@@ -247,7 +247,7 @@ def test_the_key_holds_what_became_of_a_setting() -> None:
 
 
 def test_the_digest_covers_what_traced_code_imports() -> None:
-    """Rooms below the step, and none that only decides what is launched."""
+    """It covers rooms below the step, and no room that only decides the launches."""
     names = [path.name for path in traced_paths()]
     rooms = ["cache", "communicators", "gguf", "graphs", "models", "ops", "rounds"]
     modules = ["errors.py", "model_config.py", "plan.py", "step.py", "step_output.py"]
@@ -271,7 +271,7 @@ NOT_WRITTEN = r"graph_cache must be a file that `compiled-mtp export` wrote"
 
 
 @pytest.mark.parametrize("content", [None, b"no zip"])
-def test_what_is_no_cache_is_refused(checkpoint: Path, tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_that_is_no_cache_is_refused(checkpoint: Path, tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "wrong.zip"
     if content is not None:
         file.write_bytes(content)
@@ -293,14 +293,14 @@ def private_directory() -> Path:
 
 
 def snapshot(directory: Path) -> dict[Path, tuple[int, int]]:
-    """Which files there are; a file that was replaced or written to differs."""
+    """Return the files; a file that was replaced or written to differs."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A cache of three files that are no code."""
+    """A cache of three files without code."""
     directory = tmp_path / "made"
     for name in ("inductor/a/code.py", "triton/b.cubin", "programs/step"):
         (directory / name).parent.mkdir(parents=True)
@@ -314,7 +314,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
-def test_what_a_cleaner_took_is_put_back_and_nothing_else_is_touched(small: Path) -> None:
+def test_files_that_a_cleaner_removed_are_restored_and_no_others_are_touched(small: Path) -> None:
     directory = load(small)
     with zipfile.ZipFile(small) as archive:
         whole = {name: archive.read(name) for name in archive.namelist()}
@@ -349,7 +349,7 @@ def test_a_directory_that_others_can_write_to_is_refused(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
     if planted == "of another user":
-        # What this process creates is then another user's.
+        # Files that this process creates then belong to another user.
         user = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: user)
     directory = private_directory()
@@ -367,7 +367,7 @@ def test_a_directory_that_others_can_write_to_is_refused(
 
 
 @pytest.mark.parametrize("name", ["/absolute", "../above", "inductor/../../above", "."])
-def test_a_file_that_would_lie_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_would_unpack_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "wrong.zip"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("inductor/code.py", "pass")
@@ -391,9 +391,9 @@ def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
     assert list(private_directory().iterdir()) == []
 
 
-# Zeros are no deflated stream (zlib.error), and not what a stored file's checksum is of (BadZipFile).
+# Zeros are no deflated stream (zlib.error), and a stored file's checksum does not fit them (BadZipFile).
 @pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
-def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path: Path, compression: int) -> None:
+def test_a_damaged_file_is_refused_and_leaves_no_files(tmp_path: Path, compression: int) -> None:
     file = tmp_path / "damaged.zip"
     with zipfile.ZipFile(file, "w", compression) as archive:
         archive.writestr("inductor/a.py", "pass")
@@ -408,7 +408,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path: Path, compressio
     assert list(private_directory().iterdir()) == []
 
 
-def test_a_full_disk_is_reported_and_leaves_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -420,7 +420,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(small: Path, monkeypatch: py
     load(small)
 
 
-def test_the_stand_in_for_the_compiler_is_never_there_by_halves(
+def test_the_stand_in_for_the_compiler_is_never_partly_written(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
@@ -443,7 +443,7 @@ def test_the_stand_in_for_the_compiler_is_never_there_by_halves(
     assert subprocess.run([script, "code.cpp"], capture_output=True, check=False).returncode == 1
 
 
-def test_two_exports_to_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_exports_to_one_file_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, file = tmp_path / "made", tmp_path / "out" / "graphs.zip"
     directory.mkdir()
     file.parent.mkdir()
@@ -464,13 +464,13 @@ def test_two_exports_to_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest
     assert file.stat().st_mode & 0o777 == 0o640
 
 
-def test_an_export_that_fails_leaves_the_file_as_it_was(
+def test_an_export_that_fails_leaves_the_file_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, file = tmp_path / "made", tmp_path / "out" / "graphs.zip"
     directory.mkdir()
     file.parent.mkdir()
-    file.write_text("as it was")
+    file.write_text("unchanged")
 
     def interrupt(_: str) -> bytes:
         raise KeyboardInterrupt
@@ -478,7 +478,7 @@ def test_an_export_that_fails_leaves_the_file_as_it_was(
     monkeypatch.setattr(artifacts, "_ask_compiler", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(file, directory, {})
-    assert contents(file.parent) == {"graphs.zip": b"as it was"}
+    assert contents(file.parent) == {"graphs.zip": b"unchanged"}
 
 
 def test_the_key_holds_what_torch_compares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,11 +508,11 @@ def test_the_key_of_a_cpu_follows_its_instruction_sets(
 
 
 def run_export(out: Path) -> int:
-    """The code that it exits with."""
+    """Return its exit code."""
     return main(["--device=cpu", f"--out={out}"])
 
 
-def test_an_interrupted_export_leaves_nothing(
+def test_an_interrupted_export_leaves_no_file(
     temporaries: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

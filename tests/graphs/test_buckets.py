@@ -24,7 +24,7 @@ from compiled_mtp.graphs.buckets import (
 from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS, PROMPT_CHUNK_MULTIPLE
 
 
-def test_sizes_from_two_on_share_a_program_if_they_are_several() -> None:
+def test_several_sizes_from_two_on_share_a_program() -> None:
     assert sharing([1, 2, 8, 32]) == sharing([8, 2, 32]) == {2, 8, 32}
     assert sharing([1, 8]) == sharing([1]) == sharing([]) == set()
 
@@ -76,7 +76,7 @@ def test_prefill_lengths_cover_every_chunk(chunks: int, data: st.DataObject) -> 
 
 
 @given(counts=st.lists(st.integers(1, 100), min_size=1, max_size=MAX_PROMPT_CHUNKS))
-def test_pieces_lie_side_by_side(counts: list[int]) -> None:
+def test_chunks_lie_side_by_side(counts: list[int]) -> None:
     first_rows, end = lay_out(counts)
     assert all(row % PROMPT_CHUNK_MULTIPLE == 0 for row in first_rows)
     ends = [row + count for row, count in zip(first_rows, counts, strict=True)]
@@ -90,7 +90,7 @@ def test_pieces_lie_side_by_side(counts: list[int]) -> None:
     assert all(other < end or prompt_chunk_limit(other, MAX_PROMPT_CHUNKS) < len(counts) for other in shorter)
 
 
-def test_a_launch_has_as_many_pieces_as_its_rows_and_the_batch_allow() -> None:
+def test_a_launch_has_as_many_chunks_as_its_rows_and_the_batch_allow() -> None:
     assert [prompt_chunk_limit(length, 32) for length in (16, 64, 256, 512, 2048)] == [
         1,
         2,
@@ -101,7 +101,7 @@ def test_a_launch_has_as_many_pieces_as_its_rows_and_the_batch_allow() -> None:
     assert [prompt_chunk_limit(2048, max_batch) for max_batch in (1, 3, 100)] == [1, 3, MAX_PROMPT_CHUNKS]
 
 
-def test_buckets_of_several_depths_are_told_apart() -> None:
+def test_buckets_of_several_depths_have_different_names() -> None:
     buckets = ladders(1, starmap(RoundShape, [(3, 0), (0, 3), (0, 0), (3, 3), (3, 0)]), 4)
     assert {b.shape for b in buckets} == {(0, 0), (0, 3), (3, 0), (3, 3)}
     assert len(set(buckets)) == len(buckets) == 12
@@ -131,9 +131,9 @@ def test_bad_numbers_are_refused() -> None:
             ValueError, match=rf"^prefill_chunk must be a positive multiple of 64, got {chunk}"
         ):
             prefill_lengths(chunk)
-    for num_rows, num_pieces in ((65, 1), (64, 3)):
+    for num_rows, num_chunks in ((65, 1), (64, 3)):
         with pytest.raises(
             ValueError,
-            match=rf"^num_rows and num_pieces must be at most 64 and 2, got {num_rows} and {num_pieces}; ",
+            match=rf"^num_rows and num_chunks must be at most 64 and 2, got {num_rows} and {num_chunks}; ",
         ):
-            pick_prefill_length((64,), num_rows, num_pieces, 8)
+            pick_prefill_length((64,), num_rows, num_chunks, 8)

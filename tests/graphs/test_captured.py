@@ -1,4 +1,4 @@
-"""Where programs become graphs, what a compiler does not better is captured as it is: nothing compiles it.
+"""Launches that compiling would not speed up are captured uncompiled as graphs.
 
 On a CPU, with graphs that run their code when they are replayed.
 """
@@ -34,7 +34,7 @@ METHODS = {
 
 
 class Compiler:
-    """Stands for what compiles, captures, saves and loads, and notes what it was given, in order."""
+    """Stands in for compiling, capturing, saving and loading, and records the calls in order."""
 
     def __init__(self, patch: Callable[[str, Any], None]) -> None:
         self.compiled: list[str] = []
@@ -97,7 +97,7 @@ def driver_of(
     plain_depths: tuple[int, ...] = (),
     **options: Any,
 ) -> Driver:
-    """A driver whose programs have graphs and are not ready yet."""
+    """Return a driver whose programs have graphs and are not ready yet."""
     runner = make_runner(checkpoint, prefill_chunk=128, mtp_step="auto", mtp_depths=depths, **options)
     how: dict[str, Any] = {"is_compiled": is_compiled, "plain_depths": plain_depths}
     runner.programs = Programs(runner.step, runner.programs.buckets, 128, graph_mode=graph_mode, **how)
@@ -105,7 +105,7 @@ def driver_of(
 
 
 def decode_both(driver: Driver) -> dict[str, list[int]]:
-    """One prompt in two launches, one in one."""
+    """Run one prompt in two launches and one in one launch, and decode both."""
     driver.start("a", 1, prompt_of(100, 1, 512), chunk=64)
     driver.start("b", 2, prompt_of(90, 2, 512), chunk=128)
     for _ in range(4):
@@ -114,7 +114,7 @@ def decode_both(driver: Driver) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
-def test_prompts_are_captured_as_they_are_and_rounds_are_compiled(
+def test_prompts_are_captured_uncompiled_and_rounds_are_compiled(
     checkpoint: Path, compiler: Compiler, graph_mode: GraphMode
 ) -> None:
     expected = decode_both(Driver(make_runner(checkpoint, prefill_chunk=128)))
@@ -122,10 +122,10 @@ def test_prompts_are_captured_as_they_are_and_rounds_are_compiled(
     programs = driver.runner.programs
     progress: list[tuple[int, int]] = []
     programs.warm_up(lambda done, count: progress.append((done, count)))
-    # Of three and two requests in one program, of one request in its own.
+    # Three and two requests share one program, one request has its own.
     assert [bucket.groups for bucket in programs.buckets] == [1, 2, 3]
     assert compiler.compiled == ["decode_3_to_3_drafts", "decode_3_to_3_drafts_of_1"]
-    # The largest first: the others lie in its memory.
+    # The largest comes first: the other graphs use its memory.
     prompts = ["prefill_128_5", "prefill_64_5", "first_token_1_3", "first_token_3_3"]
     assert compiler.captured[:2] == prompts[:2]
     assert {name for name in compiler.captured if "decode" not in name} == {*prompts}
@@ -143,7 +143,7 @@ def test_prompts_are_captured_as_they_are_and_rounds_are_compiled(
 def test_every_launch_of_a_prompt_has_run_before_one_is_captured(
     checkpoint: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels are compiled then, and its memory is given back before a graph takes as much."""
+    """The run compiles the kernels, and its memory is freed before a graph takes as much."""
     driver = driver_of(checkpoint, "replay")
     ran: list[tuple[int, int]] = []
     original = driver.runner.step.target.forward
@@ -157,12 +157,12 @@ def test_every_launch_of_a_prompt_has_run_before_one_is_captured(
     assert [rows for rows, captured in ran if not captured and rows >= 64] == [128, 64]
 
 
-def test_a_graph_cache_holds_rounds_alone(checkpoint: Path, compiler: Compiler, tmp_path: Path) -> None:
+def test_a_graph_cache_holds_only_rounds(checkpoint: Path, compiler: Compiler, tmp_path: Path) -> None:
     driver = driver_of(checkpoint, "replay", max_batch=1)
     programs, saved = driver.runner.programs, tmp_path / "programs"
     programs.warm_up(save_to=saved)
     assert {file.name for file in saved.iterdir()} == {"layout.json", "decode_3_to_3_drafts_of_1"}
-    # What it has written it runs itself, and traces nothing again.
+    # A process runs the programs that it wrote, and does not trace them again.
     assert compiler.files == ["decode_3_to_3_drafts_of_1"]
     loading = driver_of(checkpoint, "replay", max_batch=1)
     loading.runner.programs.warm_up(saved=saved)
@@ -171,7 +171,9 @@ def test_a_graph_cache_holds_rounds_alone(checkpoint: Path, compiler: Compiler, 
     assert len(compiler.captured) == 2 * 4
 
 
-def test_first_tokens_of_every_depth_are_ready_with_the_first(checkpoint: Path, compiler: Compiler) -> None:
+def test_first_tokens_of_every_depth_are_ready_with_the_first_depth(
+    checkpoint: Path, compiler: Compiler
+) -> None:
     driver = driver_of(checkpoint, "replay", (0, 1, 3), max_batch=1)
     programs = driver.runner.programs
     programs.warm_up(depth=3)
@@ -182,7 +184,7 @@ def test_first_tokens_of_every_depth_are_ready_with_the_first(checkpoint: Path, 
     assert later == ["decode_0_to_0_drafts_of_1", "catch_up_of_1", "decode_1_to_1_drafts_of_1"]
 
 
-def test_uncompiled_everything_is_captured_as_it_is(checkpoint: Path, compiler: Compiler) -> None:
+def test_without_compiling_all_launches_are_captured(checkpoint: Path, compiler: Compiler) -> None:
     expected = decode_both(Driver(make_runner(checkpoint, prefill_chunk=128)))
     driver = driver_of(checkpoint, "replay", is_compiled=False)
     programs = driver.runner.programs
@@ -196,7 +198,7 @@ def test_uncompiled_everything_is_captured_as_it_is(checkpoint: Path, compiler: 
     assert len(compiler.replayed) == 3 + 2 + 4
 
 
-def test_depths_beside_the_first_are_captured_as_they_are(checkpoint: Path, compiler: Compiler) -> None:
+def test_depths_after_the_first_are_captured_uncompiled(checkpoint: Path, compiler: Compiler) -> None:
     driver = driver_of(checkpoint, "reduce-overhead", (0, 1, 3), plain_depths=(0, 3), max_batch=1)
     driver.runner.programs.warm_up()
     assert compiler.compiled == ["decode_1_to_1_drafts_of_1"]
@@ -207,17 +209,17 @@ def test_depths_beside_the_first_are_captured_as_they_are(checkpoint: Path, comp
 @pytest.mark.parametrize(
     "mtp_step, is_compiled, further", [("auto", True, (0, 1)), ("auto", False, ()), (1, True, ())]
 )
-def test_all_depths_but_the_first_are_further_ones(
+def test_all_depths_except_the_first_are_further_depths(
     mtp_step: int | str, is_compiled: bool, further: tuple[int, ...]
 ) -> None:
-    """Without a cache a GPU captures them as they are."""
+    """Without a cache, a GPU captures the further depths uncompiled."""
     how = "on" if is_compiled else "off"
     config = EngineConfig(device="cpu", mtp_step=mtp_step, mtp_depths=(0, 1, 3), compile=how)
     assert resolve(config, read_model_config(config.model), 4096).further_depths == further
 
 
-def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that was dropped in a circle would wait for its stream, which ends the capture."""
+def test_the_garbage_collector_does_not_run_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting a dropped engine would wait for its stream, which ends the capture."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
     found = []

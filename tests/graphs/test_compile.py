@@ -1,4 +1,4 @@
-"""Compiled code: no row reduction is the compiler's, no cache is copied, serving compiles nothing."""
+"""Compiled code: the compiler reduces no rows and copies no cache, and serving compiles nothing."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests import tiny
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine
 
-# What Inductor's C++ code calls a floating-point reduction.
+# The names of floating-point reductions in Inductor's C++ code.
 REDUCTION = re.compile(r"tmp_acc\d+(_vec)?\s*=|vec_reduce_all|welford|cascade_sum")
 
 
 class Generated(BaseException):
-    """In place of the C++ compiler: it takes longer than all before, and the text is what is looked at."""
+    """Replaces the C++ compiler, which takes most of the time: the tests only read the text."""
 
 
 def generated_code(step: Step, groups: int, sizes: tuple[int, ...] = ()) -> str:
-    """The code Inductor makes of a decode bucket, or of one and others of these sizes."""
+    """Return the code that Inductor makes of a decode bucket, or of one shared with these other sizes."""
 
     def stop(text: str) -> None:
         code.append(text)
@@ -55,7 +55,7 @@ def generated_code(step: Step, groups: int, sizes: tuple[int, ...] = ()) -> str:
 
 
 class Called(TorchDispatchMode):
-    """The names of our operators, as they are called."""
+    """Records the names of our operators as they are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Called(TorchDispatchMode):
 
 
 def gates_first(nodes: list[Any], *rest: Any) -> list[Any]:
-    """The nodes of Inductor's scheduler with b|a before in_proj: data flow allows it."""
+    """Return the nodes of Inductor's scheduler with b|a before in_proj, an order that data flow allows."""
 
     def name(node: Any) -> str:
         overload = getattr(node.node, "op_overload", None)
@@ -83,13 +83,13 @@ def gates_first(nodes: list[Any], *rest: Any) -> list[Any]:
 def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_the_order_of_calls(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Gates with a weight of their own, as beside FP8.
+    # Gates with their own weight, as beside FP8.
     monkeypatch.setattr("compiled_mtp.models.layers.PLAIN", None)
     # Layers of each kind share memory: two of each.
     step = tiny.build_step(tiny.tiny_config(num_layers=4, is_full_attention=(False, True) * 2), 1)
     with torch.no_grad(), Called() as called:
         step.decode(torch.zeros(2, dtype=torch.int32), RoundShape(1, 1))
-    # As if that order took less memory: tests/step/test_fences.py checks the order of calls, and no other.
+    # As if this order took less memory: tests/step/test_fences.py checks only the order of calls.
     monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", gates_first)
     code = generated_code(step, 2, sizes)
     assert called.names.count("linear_side") == 2
@@ -108,9 +108,11 @@ def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_
     assert not shapes & {tuple(map(int, shape.split(", "))) for shape in allocated if "s" not in shape}
 
 
-def test_row_metadata_is_computed_once_a_step() -> None:
-    """More layers need no more of it. Left alone, Inductor gathers cursors and positions again for every
-    operator that reads them."""
+def test_row_metadata_is_computed_once_per_step() -> None:
+    """More layers compute no more of it.
+
+    By default, Inductor gathers cursors and positions again for every operator that reads them.
+    """
     kernels, buffers = [], []
     for layers in (2, 4):
         config = tiny.tiny_config(num_layers=layers, is_full_attention=(False, True) * (layers // 2))
@@ -119,7 +121,7 @@ def test_row_metadata_is_computed_once_a_step() -> None:
         kernels.append(len(re.findall(r"^ +cpp_fused_\w+\(", call, re.MULTILINE)))
         buffers.append(len(re.findall(r"empty_strided\w*\(.*torch\.int(?:32|64)\)", call)))
     assert kernels[0] == kernels[1] > 0
-    # Fewer if a longer life of other buffers lets one more be used again.
+    # Fewer if other buffers live longer and one more can be reused.
     assert buffers[0] >= buffers[1] > 0
 
 
@@ -152,7 +154,7 @@ def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_p
         program(torch.zeros(3, dtype=torch.int32), RoundShape(2, 2))
 
 
-def test_batch_sizes_have_a_program_in_common_that_is_traced_and_saved_once(tmp_path: Path) -> None:
+def test_batch_sizes_share_a_program_that_is_traced_and_saved_once(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     prompts = [[5], list(range(70)), list(range(3))]
     params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
@@ -180,15 +182,17 @@ def test_code_that_asks_for_the_batch_size_is_an_error() -> None:
 
 
 class Traced(Exception):
-    """In place of running what was traced."""
+    """Stands in for running the traced code."""
 
 
 def few_or_four(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
     return 1 if rows <= 16 else 4
 
 
-def test_a_round_asks_for_no_batch_size_where_parts_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do on a GPU: one part of up to 16 rows, four of more."""
+def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: one split-K partial up to 16 rows, four above."""
     monkeypatch.setattr("compiled_mtp.models.layers.count_partials", few_or_four)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
@@ -213,7 +217,7 @@ def test_a_round_asks_for_no_batch_size_where_parts_follow_the_rows(monkeypatch:
     assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
 
 
-def test_the_garbage_collector_is_left_as_it_was() -> None:
+def test_the_garbage_collectors_settings_do_not_change() -> None:
     assert gc.isenabled()
     with without_collector():
         assert not gc.isenabled()

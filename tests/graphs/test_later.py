@@ -1,4 +1,4 @@
-"""Depths whose programs come from a graph cache while the engine works: nobody waits, nothing compiles."""
+"""Depths whose programs are loaded from a graph cache while the engine works: no wait, no compiling."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def check_that_depths_come(engine: Engine, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request begins with the first depth alone, and goes on with the same tokens when there are two."""
+    """Check that a request begins at the first depth only, and goes on with the same tokens when both are
+    ready."""
     later, programs = engine.runner.later, engine.runner.programs
     assert later is not None
     assert engine.is_compiled
@@ -71,7 +72,7 @@ def check_that_depths_come(engine: Engine, expected: list[int], monkeypatch: pyt
 
 
 def test_depths_become_ready_between_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With programs that are not compiled in place of those of a file."""
+    """With uncompiled programs instead of those of a file."""
     plain = make_engine(checkpoint, compile="off", mtp_step=0, max_batch=1, max_model_len=96)
     (expected,) = plain.generate([[1, 2, 3]], PARAMS)
     (checkpoint / "unpacked" / PROGRAMS_NAME).mkdir(parents=True)
@@ -106,7 +107,7 @@ def test_depths_become_ready_between_steps(checkpoint: Path, monkeypatch: pytest
 def test_without_a_cache_a_start_compiles_every_depth(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With programs that are not compiled in place of those of a compiler."""
+    """With uncompiled programs instead of those of a compiler."""
     compiled: list[str] = []
 
     def compile_program(function: Any, name: str, graph_mode: str | None) -> Any:
@@ -147,7 +148,7 @@ def _noting(launched: list[str], name: str, method: Any) -> Any:
 
 
 def _prefer_0_most_of_the_time(engine: Any) -> None:
-    """Ten rounds without drafts, then some with."""
+    """Prefer depth 0 for ten rounds, then a deeper one for some."""
     controller = engine._depths.controller
     number = controller._rounds
     if len(controller.depths) == 2:
@@ -160,7 +161,7 @@ def _count(controller: Any, depth: int) -> int:
     return depth
 
 
-def test_what_comes_behind_a_program_that_cannot_be_adopted_is_not_used(
+def test_programs_after_one_that_cannot_be_adopted_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def adopt(program: Any) -> None:
@@ -204,7 +205,7 @@ def test_a_file_of_several_programs_is_loaded_once(tmp_path: Path, monkeypatch: 
     assert adopted == [(0, "a"), (1, "a"), (2, "b")]
 
 
-def test_a_depth_is_ready_when_its_last_program_is_and_no_round_is_half_done(
+def test_a_depth_is_ready_when_its_last_program_is_and_no_round_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compiled_mtp.graphs.later.load_program", lambda file, owner: file)
@@ -217,7 +218,7 @@ def test_a_depth_is_ready_when_its_last_program_is_and_no_round_is_half_done(
     assert later.is_done
 
 
-def test_what_cannot_be_loaded_leaves_the_depths_that_are_ready(
+def test_a_failed_load_leaves_the_depths_that_are_ready(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""What checkpoints of tests hold on disk, and how a test changes it."""
+"""Changes to the files of test checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiled_mtp.models.weight_format import NO_FORMATS
 
 
 def layout_of(config: ModelConfig, names: tuple[str, ...] = ()) -> dict[str, Stored]:
-    """The stored tensors that a checkpoint with these names must have."""
+    """Return the layout of a checkpoint with these names."""
     return MODEL_FAMILIES[config.family].layout(config, names, NO_FORMATS)
 
 
@@ -31,6 +31,6 @@ def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
 
 
 def file_of(header: Any, rest: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file; `length` is what it says of its header."""
+    """Return the bytes of a safetensors file; length: the header length that it states."""
     content = json.dumps(header).encode()
     return (len(content) if length is None else length).to_bytes(8, "little") + content + rest

@@ -20,12 +20,12 @@ from tests import tiny
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint
 
 PROMPT_LEN, DECODE_LEN, CHUNK = 150, 12, 64
-# model.md's errors cost 0.05 to 6.6 on logits of scale 4.5: two orders of magnitude above this.
+# The errors listed in model.md change logits of scale 4.5 by 0.05 to 6.6: at least a hundred times this.
 TOLERANCE = 5e-4
 
 
 class InFloat64(TorchFunctionMode):
-    """Makes a model in float64 stay in it where its code asks for float32."""
+    """Keeps a model in float64 where its code asks for float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,7 +33,7 @@ class InFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.float:
             return args[0].double()
-        if func.__name__ in ("grouped_mm", "_grouped_mm"):  # There is none for float64.
+        if func.__name__ in ("grouped_mm", "_grouped_mm"):  # There is no such operator for float64.
             ends = kwargs["offs"].tolist()
             groups = zip([0, *ends], ends, args[1], strict=False)
             return torch.cat([args[0][begin:end] @ weight for begin, end, weight in groups])
@@ -45,7 +45,7 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass
 class Case:
-    """exact: transformers in float64. own_error: what its float32 logits are from those of `exact`."""
+    """exact: transformers in float64. own_error: the distance of transformers' float32 logits from it."""
 
     name: str
     runner: Runner
@@ -57,7 +57,7 @@ class Case:
     own_error: float
 
 
-# FP8 weights that stay FP8, as on a GPU; here the references multiply them out at every call.
+# FP8 weights that stay FP8, as on a GPU; here the references dequantise them at every call.
 KEPT = [(f"{name}-kept", options | {"hidden_size": 128}) for name, options in FP8_FAMILIES]
 
 
@@ -67,7 +67,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory = tmp_path_factory.mktemp(name)
     write_checkpoint(directory, **options)
     model = read_model_config(directory)
-    # What transformers computes here are the weights multiplied out, and rows as they are.
+    # transformers dequantises the weights and does not quantise rows.
     recipe = "w8a16" if model.quantized else "auto"
     config = EngineConfig(
         model=directory, device="cpu", mtp_step=3, max_batch=2, max_model_len=256, weight_recipe=recipe
@@ -94,7 +94,7 @@ def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check(case: Case, what: str, error: float, own_error: float) -> None:
-    """Our float32 is as near to float64 as transformers' is: twice is the bound."""
+    """Check that our float32 logits are at most twice as far from float64 as transformers' are."""
     print(f"{case.name} {what}: error {error:.2e}, that of transformers in float32 {own_error:.2e}")
     assert error < TOLERANCE
     assert error < 2 * own_error
@@ -118,7 +118,7 @@ def test_prefill_and_cached_decode_logits(case: Case) -> None:
 
     base = pos = PROMPT_LEN
     decoded = []
-    # Windows of 1 to 3 rows, so that folds of several records are read too.
+    # Windows of 1 to 3 rows, so that folds of several ring entries are read too.
     for window in (1, 2, 3, 1, 3, 2):
         rows = rows_at(step, state_index, index, torch.tensor([pos]), window, torch.tensor([base]))
         part = case.tokens[pos : pos + window]
@@ -138,7 +138,8 @@ def test_mtp_logits_and_a_chain_of_three(case: Case) -> None:
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(slots.block_table.shape[1])))
     state_index = torch.tensor([1], dtype=torch.int32)
     index = state_index.long()
-    # Pairs (token j, hidden j - 1) for j = 1 .. PROMPT_LEN - 1, then a chain on the draft's own hidden.
+    # Pairs (token j, hidden j - 1) for j = 1 .. PROMPT_LEN - 1, then a chain on the draft's own hidden
+    # states.
     tokens, before = case.tokens[1:PROMPT_LEN], case.hidden[: PROMPT_LEN - 1]
     theirs = draft_chain(case.oracle.draft, case.tokens, before)
     with InFloat64():
@@ -157,7 +158,7 @@ def test_mtp_logits_and_a_chain_of_three(case: Case) -> None:
 
 
 def draft_chain(draft: Callable[..., Any], tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The oracle's MTP logits of the prompt's pairs, and of three more on its own hidden states."""
+    """Return the oracle's MTP logits of the prompt's pairs, and of three more on its own hidden states."""
     hidden, logits, cache = draft(tokens[1:PROMPT_LEN], before)
     rows = [logits]
     for position in range(PROMPT_LEN, PROMPT_LEN + 3):

@@ -1,4 +1,4 @@
-"""What configs of released quantised checkpoints say, as they say it."""
+"""Quantization configs of released checkpoints, copied word for word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored against what the config says: compared before anything is allocated, named in one line."""
+"""Stored tensors against the config: compared before memory is allocated, named in one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def check_error(directory: Path, free_bytes: int = 2**40) -> str:
-    """The message of the one error that comes before anything is allocated, within a second."""
+    """Return the message of the one error, which must come within a second and before memory is allocated."""
     begin = time.perf_counter()
     config = read_model_config(directory)
 

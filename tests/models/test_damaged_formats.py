@@ -1,4 +1,4 @@
-"""Damaged and unsupported quantised checkpoints: one line that names the tensor, before memory is taken."""
+"""Damaged and unsupported quantised checkpoints: one line names the tensor, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def cast(suffix: str, dtype: torch.dtype) -> Damage:
 
 
 def shuffled(tensors: Tensors) -> None:
-    """Activation order: columns of a group that lie apart."""
+    """Reorder by activation: columns of a group are scattered."""
     tensors[f"{X}.g_idx"] = torch.arange(128, dtype=torch.int32) % 4
 
 
@@ -235,14 +235,14 @@ def test_damage_is_named_in_one_line(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("packer", [gptq(), nvfp4()], ids=["gptq", "nvfp4"])
-def test_a_quantised_fc_is_refused_but_for_plain_decode(tmp_path: Path, packer: Packer) -> None:
+def test_a_quantised_fc_is_refused_except_for_plain_decode(tmp_path: Path, packer: Packer) -> None:
     directory = make(tmp_path, packer, modules=("mtp.fc",))
     with pytest.raises(ValueError, match=r"^mtp.fc.* must be plain: .*; use another .* or pass mtp_step=0$"):
         check(directory)
     check(directory, with_mtp=False)
 
 
-def test_a_head_that_is_half_there_is_named(tmp_path: Path) -> None:
+def test_an_incomplete_head_is_named(tmp_path: Path) -> None:
     directory = make(tmp_path, gptq(), GPTQ_INT4)
     for suffix in ("qweight", "qzeros", "scales", "g_idx"):
         damage(directory, drop(suffix))
@@ -250,7 +250,7 @@ def test_a_head_that_is_half_there_is_named(tmp_path: Path) -> None:
         check(directory)
 
 
-def test_memory_is_that_of_the_weights_multiplied_out(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_dequantised_weights(tmp_path: Path) -> None:
     directory = make(tmp_path, gptq(), GPTQ_INT4, (X, FULL))
     needed = re.compile(r"^free memory must hold (\S+ GiB of weights)( \(.*\))?, got 0.0 GiB for ")
     found = []
@@ -337,7 +337,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("section", "message"), CONFIGS)
-def test_a_config_of_what_is_not_computed_is_refused(
+def test_a_config_of_an_unsupported_computation_is_refused(
     plain: Path, section: dict[str, Any], message: str
 ) -> None:
     file = plain / "config.json"

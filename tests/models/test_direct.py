@@ -1,4 +1,4 @@
-"""Modules whose parts Python finds by itself behave as modules."""
+"""Modules that find their submodules without `__getattr__` behave like other modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from compiled_mtp.models.direct import reach_directly
 
 
-def test_parts_are_found_without_a_search_and_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submodules_are_found_without_a_search_and_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.BatchNorm1d(2))
     names = list(model.state_dict())
     reach_directly(model)

@@ -1,4 +1,4 @@
-"""Which ids drafts are chosen from: files of ids, what may be wrong with them, the head in FP8, the tool."""
+"""The draft vocabulary: files of ids and their errors, the head in FP8, the tool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("text", ["7\n3\n90\n", " 7\r\n\n3 \n90", "[7, 3,\n 90]"])
-def test_a_file_names_ids_a_line_each_or_as_a_list(tmp_path: Path, text: str) -> None:
+def test_a_file_holds_one_id_per_line_or_a_list(tmp_path: Path, text: str) -> None:
     assert choose_draft_ids(written(tmp_path, text), 100, (50, 3, 200)) == (3, 7, 50, 90)
 
 
@@ -52,8 +52,8 @@ def test_a_number_is_that_many_lowest_ids() -> None:
         ("1.5", "draft_vocab must name ids in 0..99 only, got 1.5"),
         ("[true]", "draft_vocab must name ids in 0..99 only, got True"),
         ("[[1]]", "draft_vocab must name ids in 0..99 only, got [1]"),
-        ("one\ntwo", "draft_vocab must name a file with an id a line or a JSON list of them, got "),
-        ("[1, 2", "draft_vocab must name a file with an id a line or a JSON list of them, got "),
+        ("one\ntwo", "draft_vocab must name a file with one id per line or a JSON list of ids, got "),
+        ("[1, 2", "draft_vocab must name a file with one id per line or a JSON list of ids, got "),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
@@ -86,7 +86,7 @@ def test_quantised_rows_come_back_within_half_a_step(shape: tuple[int, int]) -> 
     weight[:128, :128] = 0.0
     values, scale = quantize_weight(weight)
     error = (dequantize(values, scale) - weight).abs()
-    # Half a step of 3 mantissa bits, and of the smallest subnormal, 2 ** -9, of a block.
+    # Half a step of 3 mantissa bits, or of a block's smallest subnormal, 2 ** -9.
     blocks = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
     assert (error <= weight.abs() / 16 * 1.001 + blocks * 2**-10).all()
     for first in (0, 128):
@@ -96,7 +96,7 @@ def test_quantised_rows_come_back_within_half_a_step(shape: tuple[int, int]) -> 
 @pytest.mark.parametrize(
     ("ids", "is_fp8"), [(None, False), ((1, 5, 7), False), ((1, 5, 7), True), (None, True)]
 )
-def test_a_plan_knows_the_memory_of_what_it_makes(ids: tuple[int, ...] | None, is_fp8: bool) -> None:
+def test_a_plan_knows_its_memory(ids: tuple[int, ...] | None, is_fp8: bool) -> None:
     head = torch.randn(200, 144)
     plan = DraftHeadPlan(ids, is_fp8)
     made = plan.make(head, head.__getitem__)

@@ -1,4 +1,4 @@
-"""A checkpoint whose weights are not numbers is refused, by the name of the tensor."""
+"""A checkpoint with weights that are not finite is refused, by the name of the tensor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_fp8_and_several() -> None:
         ({}, ["mtp.fc.weight"]),
         ({"family": "qwen3_5_moe"}, ["layers.1.mlp.experts.gate_up_proj"]),
         ({"family": "qwen3_next", "num_value_heads": 1}, ["layers.1.mlp.experts.5.up_proj.weight"]),
-        # Factors that a CPU multiplies out, and what they multiply.
+        # Scales that a CPU multiplies into the weight, and that weight.
         ({"fp8_scale": torch.bfloat16}, ["layers.2.mlp.up_proj.weight_scale_inv"]),
         ({"fp8_scale": torch.bfloat16}, ["layers.2.mlp.up_proj.weight"]),
     ],
@@ -63,5 +63,5 @@ def test_an_engine_names_the_tensors_of_the_file(
         make_engine(tmp_path, check_weights=True)
     told = str(error.value).partition(" infinity in ")[2].partition(";")[0].split(", ")
     assert sorted(told) == sorted(f"{name} ({file.name})" for name in names)
-    # On a CPU nobody looks unless told to.
+    # On a CPU the engine checks the weights only if check_weights asks for it.
     make_engine(tmp_path)

@@ -19,7 +19,7 @@ from tests.models.test_quantised import FORMATS, SMALL, every_linear
 from tests.quantised import quantise
 
 CPU = torch.device("cpu")
-# Dense models of products as wide as a unit.
+# Dense models whose products are as wide as a unit.
 SIZES: dict[str, Any] = SMALL | {"hidden_size": 256, "intermediate_size": 512}
 INTEGERS = (
     "gptq",
@@ -39,7 +39,7 @@ INTEGERS = (
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
+    """Keep codes on every device, as on a GPU."""
     monkeypatch.setattr(weight_format, "reads_int4", lambda device: True)
 
 
@@ -54,7 +54,7 @@ def loaded(directory: Path, formats: Formats, rank: int = 0, world: int = 1) -> 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_values_are_those_that_are_multiplied_out(tmp_path: Path, name: str, world: int) -> None:
+def test_values_are_the_dequantised_ones(tmp_path: Path, name: str, world: int) -> None:
     packer, config = FORMATS[name]
     write_checkpoint(tmp_path, **SIZES)
     quantise(tmp_path, every_linear(packer), config)
@@ -64,7 +64,7 @@ def test_values_are_those_that_are_multiplied_out(tmp_path: Path, name: str, wor
         *("qkv", "o_proj", "in_proj", "out_proj", "gate_up", "down")
     }
     assert any(parameter.startswith("mtp.") for parameter in kept)
-    # Their in_proj is q|k|v|z too, in the activations' dtype.
+    # Without codes, in_proj is also q|k|v|z alone, in the activations' dtype.
     plain = {p: replace(weight_format.PLAIN, name="as it is", block=1) for p in kept if "in_proj" in p}
     for rank in range(world):
         codes, values = loaded(tmp_path, formats, rank, world), loaded(tmp_path, plain, rank, world)
@@ -76,7 +76,7 @@ def test_values_are_those_that_are_multiplied_out(tmp_path: Path, name: str, wor
 
 
 @pytest.mark.parametrize("name", ["gptq-8", "fp8-channel", "nvfp4"])
-def test_other_formats_are_multiplied_out(tmp_path: Path, name: str) -> None:
+def test_other_formats_are_dequantised(tmp_path: Path, name: str) -> None:
     packer, config = FORMATS[name]
     write_checkpoint(tmp_path, **SIZES)
     quantise(tmp_path, every_linear(packer), config)

@@ -1,4 +1,4 @@
-"""FP8 weights on a CPU, in both recipes: kept in FP8, by force, as a GPU keeps them, and multiplied out."""
+"""FP8 weights on a CPU, in both recipes: kept in FP8 (forced here, as on a GPU) and dequantised."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests import tiny
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import force_drafts, make_engine, prompt_of, run_to_end
 
-# Measured 5e-5, 7e-5 and 1.1e-4 (next, dense, moe) on logits of scale 4.5: the input projection is cut in two
-# and BLAS sums narrower matrices in another order. Every other product is the same one.
+# Measured 5e-5, 7e-5 and 1.1e-4 (next, dense, moe) on logits of scale 4.5: the input projection is cut in
+# two, and BLAS sums narrower matrices in another order. All other products are the same.
 TOLERANCE = 5e-4
 
 
@@ -49,7 +49,7 @@ def prefill_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
 def streams(
     engine: Engine, expected: dict[str, list[int]] | None = None, length: int = 30
 ) -> dict[str, list[int]]:
-    """The tokens of three requests, greedy and sampled; drafts are right now and then, by `expected`."""
+    """Return the tokens of three requests, greedy and sampled; with `expected`, some drafts are right."""
     if expected is not None and engine.config.mtp_step:
         force_drafts(engine, expected, lambda name, pos: pos % 4)
     for index in range(3):
@@ -63,7 +63,7 @@ def layer_bytes(engine: Engine) -> int:
     return sum(parameter.nbytes for parameter in engine.runner.step.target.layers.parameters())
 
 
-def test_logits_are_those_of_the_weights_multiplied_out(directory: Path) -> None:
+def test_logits_are_those_of_the_dequantised_weights(directory: Path) -> None:
     options: dict[str, Any] = {"mtp_step": 0, "weight_recipe": "w8a16"}
     kept, plain = kept_engine(directory, **options), make_engine(directory, **options)
     assert not plain.runner.spec.weight_formats
@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_weights_multiplied_out(directory: Path) -> None
     error = float((prefill_logits(kept, tokens) - prefill_logits(plain, tokens)).abs().max())
     print(f"{directory.name}: {error:.2e}")
     assert error < TOLERANCE
-    # A byte for four, and a scale for 128 * 128: what stays float32 here is under 1 % of the rows.
+    # One byte instead of four, and one scale per 128 * 128; the rows that stay float32 are under 1 %.
     assert layer_bytes(kept) < 0.26 * layer_bytes(plain)
 
 
@@ -83,7 +83,7 @@ def test_same_tokens_with_rows_as_they_are(directory: Path) -> None:
 
 
 def test_same_tokens_with_quantised_rows(directory: Path) -> None:
-    """Over depths, batches and chunks, and whether the weights are kept in FP8 or multiplied out."""
+    """Over depths, batches and chunks, with weights kept in FP8 and dequantised."""
     expected = streams(make_engine(directory, mtp_step=0, max_batch=1), length=70)
     for mtp_step, batch, chunk, make in (
         (0, 3, 128, kept_engine),
@@ -96,7 +96,7 @@ def test_same_tokens_with_quantised_rows(directory: Path) -> None:
 
 
 def test_every_fp8_product_takes_quantised_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But gates and routers, which are no FP8 weights, take rows as they are."""
+    """Gates and routers are no FP8 weights and take unquantised rows."""
     engine, with_rows = make_engine(directory, mtp_step=1), kept_engine(directory, weight_recipe="w8a16")
     config, tokens = engine.model_config, prompt_of(20, 1, 512)
     layers = [(f"layers.{i}.", full) for i, full in enumerate(config.is_full_attention)]
@@ -115,25 +115,25 @@ def test_every_fp8_product_takes_quantised_rows(directory: Path, monkeypatch: py
             continue
         product = with_rows.runner.step.target.get_submodule(name)
         product.register_forward_pre_hook(lambda module, args: (rounded(args[0]), *args[1:]))
-        # Before a norm.
+        # Products before a norm.
         partials = partial(lambda whole, x, rows: whole(rounded(x), rows), product.partials)
         monkeypatch.setattr(product, "partials", partials)
     monkeypatch.setattr("compiled_mtp.models.moe.moe_experts", experts_by_hand)
     by_hand = distance(quantised, prefill_logits(with_rows, tokens))
     recipes = distance(quantised, unquantised)
     print(f"{directory.name}: by hand {by_hand:.1e}, W8A16 {recipes:.1e}")
-    # What float32 sums differ by moves a value to the next of e4m3 now and then.
+    # Float32 sums in another order sometimes move a value to the next e4m3 value.
     assert by_hand < 0.1 * recipes
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x as the numbers that its quantised rows stand for."""
+    """Return the values of x's quantised rows."""
     values, factors = quantize_rows(x)
     return values.float() * factors.repeat_interleave(128, 1)
 
 
 def experts_by_hand(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *stacks: Any) -> torch.Tensor:
-    """moe_experts of quantised rows and quantised hidden values, expert by expert."""
+    """Compute moe_experts with quantised rows and quantised hidden values, expert by expert."""
     gate_ups, downs, gate_up_scale, down_scale = stacks[:4]
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():

@@ -1,4 +1,4 @@
-"""The checkpoint that ships, whose matrices are packed on a CPU, against transformers."""
+"""The default checkpoint, whose matrices are packed on a CPU, against transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import tiny
 from tests.checkpoints import write_checkpoint
 
 PROMPT, WINDOWS, CHUNK = 150, (1, 2, 3, 4) * 5, 64
-# What docs/numerics.md says of this checkpoint.
+# The bound that docs/numerics.md states for this checkpoint.
 TOLERANCE = 1e-4
 
 
@@ -67,13 +67,13 @@ def test_logits_of_packed_weights_are_those_of_transformers(runner: Runner) -> N
 def test_only_matrices_that_the_models_hold_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of a weight's columns is a new tensor at every call: nobody would find what is kept with it."""
+    """A slice of a weight is a new tensor at every call, so a packed copy of it would never be found."""
     family = {"num_key_heads": 1, "num_value_heads": 2, "fp8_scale": torch.bfloat16}
     write_checkpoint(tmp_path, **family, hidden_size=256, intermediate_size=512)
     model = read_model_config(tmp_path)
     tried: list[torch.Tensor] = []
 
-    def pack(weight: torch.Tensor, shares: int, exponent: int) -> bool:
+    def pack(weight: torch.Tensor, k_splits: int, exponent: int) -> bool:
         tried.append(weight)
         return False
 
@@ -87,8 +87,8 @@ def test_only_matrices_that_the_models_hold_are_packed(
     assert len({id(weight) for weight in tried}) == len(tried)
 
 
-def test_a_weight_that_is_no_number_is_not_laid_to_the_library() -> None:
-    """The engine would warn that tokens may depend on the batch here, and take rows by eight."""
+def test_a_weight_that_is_not_finite_does_not_change_the_row_unit() -> None:
+    """Otherwise the engine would warn that tokens depend on the batch, and take rows by eight."""
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     unit = find_row_unit([weight], (1, 8, 12))
     weight[0, 0], weight[1, 0] = float("nan"), float("inf")

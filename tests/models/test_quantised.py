@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every format's values are its codes times its scales, and the tokens are theirs."""
+"""Quantised checkpoints: every format's values are its codes times its scales, and decide the tokens."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def assert_equal(some: dict[str, Any], others: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_fills_the_parameters_with_its_values(tmp_path: Path, name: str) -> None:
-    """To the bit; down's 192 columns end inside a group of 128."""
+    """Equal to the bit; the 192 columns of down end inside a group of 128."""
     packer, config = FORMATS[name]
     directory = write_checkpoint(tmp_path / "model", **SMALL)
     twin = quantise(directory, every_linear(packer), config)
@@ -160,7 +160,7 @@ MIXED = (
 
 
 def mixed(module: str) -> Packer | None:
-    """Another format for each linear, plain ones among them."""
+    """Return another format for each linear; some stay plain."""
     if not LINEARS.search(module):
         return None
     place = sum(map(ord, module)) % (len(MIXED) + 1)
@@ -168,8 +168,8 @@ def mixed(module: str) -> Packer | None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_linear_in_a_format_of_its_own(tmp_path: Path, family: str) -> None:
-    """Parts of merged weights, experts, the MTP layer and the head, in shards and in a file of its own."""
+def test_every_linear_in_another_format(tmp_path: Path, family: str) -> None:
+    """Parts of merged weights, experts, the MTP layer and the head, in shards and in a separate file."""
     directory = write_checkpoint(tmp_path / family, **FAMILIES[family])
     twin = quantise(directory, mixed)
     stored = read_stored(directory)
@@ -189,7 +189,7 @@ PARTS: tuple[tuple[slice, slice], ...] = (
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8-block"])
 def test_any_region_is_that_of_the_whole(tmp_path: Path, name: str) -> None:
-    """Of rows and columns that begin and end inside words and groups, as ranks and merged parts may."""
+    """Rows and columns that begin and end inside words and groups, as for ranks and merged parts."""
     packer, config = FORMATS[name]
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
     parts, values = packer(weight.numpy())
@@ -220,7 +220,7 @@ def test_few_values_are_in_float32_at_a_time(tmp_path: Path, monkeypatch: pytest
     assert max(sizes) <= 5000
 
 
-def test_a_quantised_head_is_none_that_is_tied(tmp_path: Path) -> None:
+def test_a_quantised_head_is_not_tied(tmp_path: Path) -> None:
     """A stored head that differs from the embedding is used, packed or not."""
     directory = write_checkpoint(tmp_path / "model", tied=True, **SMALL)
     tensors = load_file(directory / "model.safetensors")

@@ -1,4 +1,4 @@
-"""How FP8 weights are multiplied: the setting, which weights it holds for, and where it is said."""
+"""How FP8 weights are multiplied: the setting, the weights that it covers, and where it is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_which_recipe_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
             for recipe in ("w8a8", "w8a16"):
                 assert resolve_recipe(recipe, has_fp8=True, device=device) == recipe
     assert resolve_recipe("auto", has_fp8=False, device=CPU) is None
-    # The last has what W8A8 needs but the room: 99 KiB.
+    # The last device has all that W8A8 needs except shared memory: 99 KiB.
     for major, minor in ((8, 9), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=(major, minor): c)
         assert resolve_recipe("auto", has_fp8=True, device=CUDA) == "w8a16"
@@ -58,7 +58,7 @@ def test_a_recipe_is_refused_for_a_checkpoint_without_fp8(tmp_path: Path, recipe
         EngineConfig(weight_recipe="fp4")  # type: ignore[arg-type]
 
 
-def test_it_is_in_the_key_and_in_the_line_of_a_start(
+def test_the_recipe_is_in_the_key_and_in_the_start_line(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = []
@@ -77,7 +77,7 @@ def test_it_is_in_the_key_and_in_the_line_of_a_start(
 
 
 def test_rows_are_quantised_in_whole_groups_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight whose columns are no multiple of 128 is multiplied with rows as they are."""
+    """A weight whose columns are no multiple of 128 is multiplied with unquantised rows."""
     options = dict(FP8_FAMILIES)["dense"] | {"intermediate_size": 320, "hidden_size": 128, "num_layers": 4}
     directory = write_checkpoint(tmp_path, **options)
     config = read_model_config(directory)
@@ -95,7 +95,7 @@ def test_rows_are_quantised_in_whole_groups_only(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_rank_holds_whole_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
-    """Multiplied out or not: a cut through a group of 128 columns would give its rows other factors."""
+    """Kept in FP8 or dequantised, a cut through a group of 128 columns would change its rows' scales."""
     monkeypatch.setattr("compiled_mtp.ops.fp8.converts_fp8", lambda device: is_kept)
     sizes = {"num_value_heads": 4, "intermediate_size": 512}
     for width, message in ((512, None), (384, r"^layers.0.ffn.gate_up.weight must be cut at its blocks")):

@@ -1,4 +1,4 @@
-"""Fine-tunes as transformers saves them: without the MTP head, in its own shards, configs and prefixes."""
+"""Fine-tunes saved by transformers: without the MTP head, with other shards, configs and prefixes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_TOKENS = 12
 SMALL: dict[str, Any] = {"device": "cpu", "prefill_chunk": 64, "max_model_len": 64, "max_batch": 1}
 VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 4}
 
-# Of each family: what is saved with the class for text, and with the class for images.
+# Of each family: a save with the class for text, and one with the class for images.
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("text", {"family": "qwen3_next", "num_key_heads": 2, "num_value_heads": 4}),
     "dense-tied": ("text", {"family": "qwen3_5", "tied": True}),
@@ -37,7 +37,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Resaved:
-    """base: the checkpoint with its head; path: what transformers saved of it, which gives token_ids."""
+    """base: the checkpoint with its head; path: transformers' save of it, which gives token_ids."""
 
     base: Path
     path: Path
@@ -78,7 +78,7 @@ def decode(engine: Engine) -> list[int]:
 
 
 def bring_back_the_head(resaved: Resaved, path: Path) -> None:
-    """As docs/command-line.md says."""
+    """Copy the head from the base, as docs/command-line.md says."""
     shutil.copytree(resaved.path, path)
     page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
     block = page.split("```python\n")[1].split("```")[0]
@@ -137,7 +137,7 @@ def test_compare_has_nothing_to_compare(resaved: Resaved, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_least_that_is_saved_is_enough(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_minimal_save_is_enough(tmp_path: Path, dtype: torch.dtype) -> None:
     """One file, another dtype, other names, tokenizer.json alone, no generation_config.json."""
     from transformers import AutoModelForCausalLM
 

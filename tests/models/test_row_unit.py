@@ -1,4 +1,4 @@
-"""What the engine measures of a matrix library before it believes it: where a row's bits begin to depend."""
+"""The engine measures at which row counts a matrix library changes a row's bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def library(depends: Callable[[int], bool]) -> Callable[..., torch.Tensor]:
-    """`linear`, which adds up in another order wherever `depends` says so of the number of rows."""
+    """Return a `linear` that sums in another order for each number of rows for which `depends` is true."""
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, scale: Any, out_float32: bool, prefill: bool) -> Any:
         if not depends(x.shape[0]):
@@ -51,14 +51,15 @@ def test_a_change_of_order_is_found(
     depends: Callable[[int], bool],
     unit: int | None,
 ) -> None:
-    """One small matrix is enough, also where results are rounded to bfloat16."""
+    """One small matrix is enough, even if results are rounded to bfloat16."""
     monkeypatch.setattr(row_unit, "linear", library(depends))
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert find_row_unit([weight], ROW_COUNTS) == unit
 
 
-def test_of_a_bfloat16_matrix_both_routes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the rounded result depends on the rows: of random numbers one in thousands would show it."""
+def test_both_outputs_of_a_bfloat16_matrix_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the rounded result depends on the rows; with random numbers, one result in thousands would show
+    it."""
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, scale: Any, out_float32: bool, prefill: bool) -> Any:
         depends = not out_float32 and x.shape[0] == 1

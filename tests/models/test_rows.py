@@ -1,4 +1,4 @@
-"""What a forward may be given: embeddings for token ids, and a rotary position apart from the causal one."""
+"""Inputs of a forward: embeddings for token ids, and rotary positions other than the causal ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def step() -> Step:
 
 
 def rows_of(step: Step, start: int, count: int, *, is_prefill: bool) -> Rows:
-    """Rows start .. start + count - 1 of the request in slot 1."""
+    """Return rows start .. start + count - 1 of the request in slot 1."""
     state_index, first = torch.tensor([1], dtype=torch.int32), torch.tensor([start])
     if not is_prefill:
         return rows_at(step, state_index, state_index.long(), first, count, first)
@@ -64,9 +64,11 @@ def test_the_draft_takes_embeddings_as_its_table(step: Step) -> None:
 
 
 @torch.no_grad()
-def test_rotary_and_causal_position_are_two_things(step: Step) -> None:
-    """Rotary positions that all lie further on change nothing (scores see differences alone); causal ones
-    would."""
+def test_rotary_and_causal_positions_are_independent(step: Step) -> None:
+    """Shifting all rotary positions changes no result, since scores see only differences.
+
+    Shifting causal positions would.
+    """
     tokens = torch.arange(PROMPT) * 4 + 2
     hidden = []
     for distance in (0, 7):
@@ -75,16 +77,16 @@ def test_rotary_and_causal_position_are_two_things(step: Step) -> None:
         rows = rows_of(step, 0, PROMPT, is_prefill=True)
         hidden.append(forward(step, tokens, replace(rows, rotary_positions=rows.rotary_positions + distance)))
     assert (hidden[0] - hidden[1]).abs().max() < 1e-4
-    # One rotary position for all rows, as those of an image share them, is another text.
+    # If all rows share one rotary position, as rows of an image do, the result differs.
     same = replace(rows, rotary_positions=torch.zeros_like(rows.rotary_positions))
     assert (forward(step, tokens, same) - hidden[0]).abs().max() > 1e-3
-    # The last row sees only itself and what lies before its causal position.
+    # The last row sees only itself and the keys before its causal position.
     seen = rows.causal_positions.clone()
     seen[-1] = 0
     assert (forward(step, tokens, replace(rows, causal_positions=seen)) - hidden[0])[-1].abs().max() > 1e-3
 
 
-def test_the_type_says_which_rows_they_are(step: Step) -> None:
+def test_the_type_says_which_rows_they_hold(step: Step) -> None:
     tiny.admit(step, 1)
     assert isinstance(rows_of(step, 0, 4, is_prefill=True), PrefillRows)
     rows = rows_of(step, 4, 2, is_prefill=False)

@@ -1,4 +1,4 @@
-"""Shards: what two ranks hold is, put together, the whole model; what cannot be divided is refused."""
+"""Weight shards: two ranks' shards make up the whole model; models that cannot be divided are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from compiled_mtp.model_config import ModelConfig, share
+from compiled_mtp.model_config import ModelConfig, rank_range
 from compiled_mtp.models.family import FAMILIES as MODEL_FAMILIES
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.models.hf_config import read_model_config
@@ -22,7 +22,7 @@ from compiled_mtp.models.weights import load_weights, read_formats
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, allocate, write_checkpoint
 
 CPU = torch.device("cpu")
-# Whatever is not of these sizes cannot be cut at blocks by two ranks.
+# Two ranks cannot cut models of other sizes at blocks.
 _AT_BLOCKS = {"num_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 256}
 CASES = [
     *((name, options) for name, options in FAMILIES if options["num_value_heads"] % 2 == 0),
@@ -46,7 +46,7 @@ def load(
 def assemble(
     whole: Layout, shards: list[tuple[Layout, dict[str, Any]]], like: dict[str, Any]
 ) -> dict[str, Any]:
-    """The whole parameters from what ranks hold, by the layouts: they say where each stored row went."""
+    """Put the whole parameters together from shards, by layouts that say where each stored row goes."""
     out = {name: torch.full_like(parameter, float("nan")) for name, parameter in like.items()}
     for layout, parameters in shards:
         for name, stored in layout.items():
@@ -57,15 +57,15 @@ def assemble(
                     if p.parameter == piece.parameter and p.source <= piece.source < p.source + p.rows
                 )
                 start = source.start + piece.source - source.source
-                target = replace(piece, start=start).place_in(out[piece.parameter], stored.shape)
+                target = replace(piece, start=start).view_of(out[piece.parameter], stored.shape)
                 if piece.columns is not None:
                     target = target[..., slice(*piece.columns)]
-                target.copy_(piece.place_in(parameters[piece.parameter], stored.shape))
+                target.copy_(piece.view_of(parameters[piece.parameter], stored.shape))
     return out
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
-def test_two_ranks_hold_the_whole(
+def test_two_shards_make_up_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     if name.endswith("-kept"):
@@ -88,7 +88,7 @@ def test_two_ranks_hold_the_whole(
 
 
 def test_merged_parameters_are_cut_in_each_part(tmp_path: Path) -> None:
-    """By hand, on whole parameters: a rank's in_proj is its q, then its k, v, z, b and a."""
+    """Check by hand, on whole parameters: a rank's in_proj is its q, then its k, v, z, b and a."""
     directory = write_checkpoint(tmp_path, "qwen3_next", num_kv_heads=2, num_key_heads=2, num_value_heads=4)
     config = read_model_config(directory)
     whole = load(config, directory, {})
@@ -129,7 +129,7 @@ def test_a_rank_reads_no_more_than_it_holds(tmp_path: Path, monkeypatch: pytest.
             return part
 
     class File:
-        """Has nothing but slices."""
+        """Offers slices only."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self.file = safe_open(*arguments, **options)
@@ -151,7 +151,7 @@ def test_a_rank_reads_no_more_than_it_holds(tmp_path: Path, monkeypatch: pytest.
         assert sum(read) == sum(parameter.numel() for parameter in held.values())
 
 
-def test_one_rank_holds_the_whole_as_it_is(tmp_path: Path) -> None:
+def test_one_rank_holds_the_unchanged_whole(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     config = read_model_config(directory)
     assert config.shard(0, 1) is config
@@ -166,7 +166,7 @@ def test_heads_are_replicated_where_ranks_outnumber_them(tmp_path: Path) -> None
     assert (part.linear_num_key_heads, part.linear_num_value_heads, part.head_vocab_size) == (1, 1, 64)
     assert (part.hidden_size, part.vocab_size) == (config.hidden_size, config.vocab_size)
     # Query heads 2i and 2i + 1 read KV head i.
-    assert [share(4, rank, 8)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [rank_range(4, rank, 8)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_heads_are_replicated_where_ranks_outnumber_them(tmp_path: Path) -> None
         ({"intermediate_size": 191}, 0, 2, "intermediate_size must be a multiple of 2 ranks, got 191"),
         ({"moe_intermediate_size": 7}, 0, 2, "moe_intermediate_size must be a multiple of 2 ranks, got 7"),
         ({"vocab_size": 511}, 0, 2, "vocab_size must be a multiple of 2 ranks, got 511; use another"),
-        ({}, 2, 2, "rank must lie in 0..1, got 2; pass the rank's own number"),
+        ({}, 2, 2, "rank must be 0 to 1, got 2; pass the rank's own number"),
         ({}, 0, 0, "world must be at least 1, got 0; pass the number of ranks"),
-        ({"world": 2}, 0, 2, "shard must be taken of a whole model, got one of 2 ranks"),
+        ({"world": 2}, 0, 2, "shard must start from a whole model, got one rank of 2"),
     ],
 )
 def test_refused_by_name(

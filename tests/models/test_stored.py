@@ -1,4 +1,4 @@
-"""Repositories of fine-tunes: tensors that config.json denies, and what only an adapter has."""
+"""Repositories of fine-tunes: tensors that contradict config.json, and adapters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(directory: Path, *, with_mtp: bool = True) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_head_that_is_the_embedding_once_more_is_skipped_by_name(
+def test_a_head_equal_to_the_embedding_is_skipped_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
 ) -> None:
     directory = write_checkpoint(tmp_path, tied=True, **SMALL)
@@ -53,7 +53,7 @@ def test_a_head_of_its_own_is_used_as_transformers_does(
     directory = write_checkpoint(tmp_path, tied=True, **SMALL)
     embedding = load_file(directory / "model.safetensors")[EMBEDDING]
     head = embedding.clone()
-    # In the last row alone, behind the first chunk of rows that is compared.
+    # The head differs in the last row alone, after the first chunk of rows that is compared.
     head[-1] += 1
     change(directory, {"lm_head.weight": head})
     assert torch.equal(load(directory)["lm_head.weight"], head.float())

@@ -1,4 +1,4 @@
-"""The loader: every layout lands where it belongs, and nothing missing, unused or misshapen passes."""
+"""The loader: every layout fills the right parameters; missing, unused and misshapen tensors are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def expected_layer(config: ModelConfig, s: dict[str, torch.Tensor], p: str, full: bool) -> dict[str, Any]:
-    """What a layer must hold, built from the stored tensors by whole-tensor operations."""
+    """Return a layer's parameters, made from the stored tensors by whole-tensor operations."""
     c, want = config, {}
     want["input_norm.weight"] = s[p + "input_layernorm.weight"]
     want["post_norm.weight"] = s[p + "post_attention_layernorm.weight"]
@@ -131,7 +131,7 @@ def kept_in_layer(config: ModelConfig, full: bool) -> set[str]:
 
 @pytest.mark.usefixtures("keeps")
 @pytest.mark.parametrize("kwargs", [k for _, k in FP8_FAMILIES], ids=[n for n, _ in FP8_FAMILIES])
-def test_kept_fp8_is_what_is_stored(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+def test_kept_fp8_is_the_stored_fp8(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     directory = write_checkpoint(tmp_path, **kwargs)
     config = read_model_config(directory)
     formats = read_formats(config, directory, CPU, "w8a16")
@@ -165,8 +165,8 @@ def test_kept_fp8_is_what_is_stored(tmp_path: Path, kwargs: dict[str, Any]) -> N
 
 
 @pytest.mark.usefixtures("keeps")
-def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
-    """Parts that do not begin at a block of 128 rows, and parts of which one is not FP8."""
+def test_parts_that_cannot_be_merged_in_fp8_are_dequantised(tmp_path: Path) -> None:
+    """Parts that do not begin at a block of 128 rows, and merged weights with a part that is not FP8."""
     directory = write_checkpoint(tmp_path / "dense", fp8_scale=torch.bfloat16)
     rewrite(directory, dequantized(directory, "mtp.layers.0.self_attn.k_proj.weight"))
     config = read_model_config(directory)
@@ -183,10 +183,10 @@ def test_what_cannot_be_merged_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
     for name in ("layers.0.ffn.gate_up.weight", "mtp.layer.mixer.qkv.weight"):
         assert torch.equal(parameters[name], want[name])
 
-    # Experts of 64 rows: neither stack, for their operator wants both or none.
+    # Experts of 64 rows: neither stack is kept, since the operator takes both in FP8 or none.
     directory = write_checkpoint(tmp_path / "moe", "qwen3_5_moe", fp8_scale=torch.bfloat16)
     assert not any("ffn" in n for n in read_formats(read_model_config(directory), directory, CPU, "w8a16"))
-    # One expert of one layer in bfloat16.
+    # One expert of one layer is in bfloat16.
     directory = write_checkpoint(tmp_path / "one", **dict(FP8_FAMILIES)["moe"])
     prefix = "model.language_model.layers.1."
     rewrite(directory, dequantized(directory, prefix + "mlp.experts.3.down_proj.weight"))
@@ -297,12 +297,12 @@ def test_head_is_left_out_for_plain_decode(tmp_path: Path) -> None:
 
 
 def dequantized(directory: Path, name: str) -> dict[str, torch.Tensor | None]:
-    """What `rewrite` needs to store one FP8 weight of model.safetensors in bfloat16."""
+    """Return the tensors that make `rewrite` store one FP8 weight of model.safetensors in bfloat16."""
     return {name: read_stored(directory)[name].to(torch.bfloat16), name + "_scale_inv": None}
 
 
 def load_error(directory: Path) -> str:
-    """The message of the one error, which must come before anything is copied."""
+    """Return the message of the one error, which must come before any tensor is copied."""
     config = read_model_config(directory)
     parameters = allocate(config)
     with pytest.raises(ValueError, match=r"must hold exactly") as error:
@@ -328,7 +328,7 @@ def test_an_extra_tensor_is_named_and_skipped_if_told_to(
     assert all(name in record.getMessage() for name in extra)
     load_weights(config, directory, parameters, with_mtp=True, allow_extra=True)
     assert all(p.isfinite().all() for p in parameters.values())
-    # What the model needs is still due.
+    # Tensors that the model needs are still required.
     rewrite(directory, {"mtp.norm.weight": None})
     with pytest.raises(ValueError, match=r"got missing tensors: mtp\.norm\.weight in "):
         load_weights(config, directory, parameters, with_mtp=True, allow_extra=True)
@@ -348,7 +348,7 @@ def test_an_engine_skips_extra_tensors_if_told_to(tmp_path: Path) -> None:
     assert after.new_token_ids == before.new_token_ids
 
 
-def test_an_extra_layer_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
+def test_an_extra_layer_is_always_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     rewrite(directory, {"model.language_model.layers.99.input_layernorm.weight": torch.zeros(128)})
     config = read_model_config(directory)
@@ -363,7 +363,7 @@ def test_an_extra_layer_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "model.", ""])
-def test_a_missing_tensor_is_named_as_the_files_would(tmp_path: Path, prefix: str) -> None:
+def test_a_missing_tensor_has_its_name_in_the_files(tmp_path: Path, prefix: str) -> None:
     directory = write_checkpoint(tmp_path)
     own = "model.language_model."
     stored = read_stored(directory)
@@ -415,7 +415,7 @@ def test_scale_of_another_block_size(tmp_path: Path) -> None:
     assert "k_proj.weight_scale_inv of shape [4, 2] for [2, 1]" in load_error(directory)
 
 
-def test_parameters_that_nothing_fills(tmp_path: Path) -> None:
+def test_parameters_that_no_tensor_fills(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     config = read_model_config(directory)
     parameters = allocate(config) | {"layers.0.extra": torch.zeros(3)}
@@ -428,11 +428,11 @@ def test_parameters_that_nothing_fills(tmp_path: Path) -> None:
 
 
 def test_two_saves_in_one_folder_say_which_to_remove(tmp_path: Path) -> None:
-    """transformers removes neither the index when it saves one file, nor the file when it saves shards."""
+    """transformers leaves an old index when it saves one file, and an old file when it saves shards."""
     directory = write_checkpoint(tmp_path, sharded=True)
     save_file({"model.language_model.norm.weight": torch.zeros(128)}, directory / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"got \['model.safetensors'\] in .*; remove what is older: "
+        ValueError, match=r"got \['model.safetensors'\] in .*; remove the older save: "
     ) as error:
         read_headers(directory)
     assert str(error.value).endswith("these files, or the index with the files that it names")
@@ -452,7 +452,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, sharded=True)
     stray = directory / "other.safetensors"
     save_file({"model.language_model.norm.weight": torch.zeros(128)}, stray)
-    with pytest.raises(ValueError, match=r"no weights beside its index, got \['other.safetensors'\]"):
+    with pytest.raises(ValueError, match=r"no weights outside its index, got \['other.safetensors'\]"):
         read_headers(directory)
     stray.unlink()
     (directory / "model-00002-of-00003.safetensors").unlink()
@@ -563,7 +563,7 @@ def test_a_head_under_the_prefix_of_the_trunk_counts(tmp_path: Path, sharded: bo
 
 
 def released(family: str, **changes: Any) -> ModelConfig:
-    """The sizes of a released model; layers in threes of GDN and one of attention."""
+    """The sizes of a released model; three GDN layers alternate with one attention layer."""
     sizes: dict[str, Any] = dict.fromkeys((f.name for f in fields(ModelConfig)), 0)
     sizes |= {"family": family, "head_dim": 256, "conv_kernel": 4, "mtp_num_layers": 1}
     sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}

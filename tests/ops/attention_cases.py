@@ -23,9 +23,10 @@ def make(
     max_blocks: int = 0,
     seed: int = 0,
 ) -> Args:
-    """One call's arguments: request b holds lengths[b] keys, those of its `window` query rows last.
+    """Return one call's arguments: request b has lengths[b] keys, of which its `window` query rows are the
+    last.
 
-    Pages lie in random order; what no row may read, in used and unused pages, is NaN.
+    Pages are in random order; parts of used and unused pages that no row may read hold NaN.
     """
     g = torch.Generator(device).manual_seed(seed)
     needed = [-(-n // block_size) for n in lengths]

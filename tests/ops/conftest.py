@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def interpreter() -> None:
-    """Skip where kernels run on a device: there the GPU tests cover what the interpreter covers here."""
+    """Skip where kernels run on a device: tests/gpu covers there what the interpreter covers here."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a CUDA device is present, tests/gpu runs the kernels on it")

@@ -1,4 +1,4 @@
-"""Random GDN layers for the tests: inputs drawn as a checkpoint draws them, and a float64 recurrence."""
+"""Random GDN layers for the tests: inputs distributed as in a checkpoint, and a float64 recurrence."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Layer:
 
 
 def make_layer(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Layer:
-    """Decay rates exp(a_log) from 0.02 to 16, as released checkpoints hold both slow and very fast heads."""
+    """Return a layer with decay rates exp(a_log) from 0.02 to 16: checkpoints have both slow and very fast
+    heads."""
     rng = torch.Generator().manual_seed(seed)
     heads = shape.num_v_heads
     return Layer(
@@ -86,7 +87,7 @@ def make_proj(
     padding: int = 0,
     device: str = "cpu",
 ) -> torch.Tensor:
-    """Rows of the merged input projection; NaN in the padding columns."""
+    """Return rows of the merged input projection, with NaN in the padding columns."""
     rng = torch.Generator().manual_seed(seed)
     proj = torch.randn(rows, shape.columns + padding, generator=rng)
     if padding:
@@ -96,7 +97,7 @@ def make_proj(
 
 @dataclass
 class Cache:
-    """State and rings of one layer, poisoned with NaN: whatever is read must have been written before."""
+    """State and rings of one layer; the rings hold NaN, so that reading before writing shows."""
 
     state: torch.Tensor
     ring_k: torch.Tensor
@@ -115,7 +116,7 @@ class Cache:
 def make_cache(
     shape: Shape, slots: int, ring: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Cache:
-    """NaN everywhere but in the states, which are random, and in the state of slot 0, which is zero."""
+    """Return a cache with NaN rings and random states; the state of slot 0 is zero."""
     rng = torch.Generator().manual_seed(7)
     state = torch.randn(slots, shape.num_v_heads, shape.head_v_dim, shape.head_k_dim, generator=rng) * 0.3
     state[0] = 0.0
@@ -162,7 +163,7 @@ def gated_norm_float64(
 
 
 def gates_apart(proj: torch.Tensor, width: int, num_gates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q|k|v|z, and b|a with a row stride of its own."""
+    """Return q|k|v|z, and b|a with its own row stride."""
     wide = torch.full((proj.shape[0], num_gates + 3), torch.nan, dtype=proj.dtype)
     wide[:, :num_gates] = proj[:, width : width + num_gates]
     return proj[:, :width].contiguous(), wide[:, :num_gates]
@@ -224,7 +225,7 @@ def make_prompt(layer: Layer, rows: int, dtype: torch.dtype = torch.float32, dev
 
 
 def select_rows(window: Window, rows: list[int]) -> Window:
-    """The named rows of every input."""
+    """Return the given rows of every input."""
     q, k, v, exp_g, beta, z = window
     return q[rows], k[rows], v[rows], exp_g[rows], beta[rows], z[rows]
 
@@ -239,7 +240,8 @@ def fold(
     base: torch.Tensor,
     pos: torch.Tensor,
 ) -> None:
-    """Fold the records of [base, pos) into the states, as a window of one token does; ruins the rings."""
+    """Fold the ring entries of [base, pos) into the states, as a window of one token does; overwrites the
+    rings."""
     batch, dim_k, (heads, dim_v) = len(state_index), ring_k.shape[3], state.shape[1:3]
     key = state.new_zeros((batch, ring_k.shape[1], dim_k))
     gates = state.new_zeros((batch, heads))
@@ -250,7 +252,7 @@ def fold(
 
 @dataclass
 class Stream:
-    """Requests decoded with gdn_verify: their slots and cursors, advanced as the engine advances them."""
+    """Requests that gdn_verify decodes: their slots and cursors, which advance as in the engine."""
 
     layer: Layer
     cache: Cache
@@ -271,7 +273,7 @@ class Stream:
     def verify(
         self, verify: Callable[..., torch.Tensor], window: Window, requests: list[int]
     ) -> torch.Tensor:
-        """One call for the named requests; `base` moves to `pos`, `pos` stays until `accept`."""
+        """Verify one window of the given requests; sets `base` to `pos`; `pos` changes in `accept` only."""
         cache = self.cache
         y = verify(
             *window, self.layer.norm_weight, cache.state, cache.ring_k, cache.ring_u, cache.ring_g,
@@ -282,7 +284,7 @@ class Stream:
         return y
 
     def accept(self, request: int, count: int, query_len: int) -> None:
-        """Advance by `count` tokens and poison the records of the rest of the window."""
+        """Advance by `count` tokens, and write NaN to the ring entries of the window's other tokens."""
         ring_length = self.cache.ring_k.shape[2]
         rejected = [(self.pos[request] + t) % ring_length for t in range(count, query_len)]
         for ring in (self.cache.ring_k, self.cache.ring_u, self.cache.ring_g):
@@ -290,7 +292,7 @@ class Stream:
         self.pos[request] += count
 
     def folded(self, verify: Callable[..., Any]) -> torch.Tensor:
-        """The states at `pos`, from a copy: the stream goes on as if nobody had looked."""
+        """Return the states at `pos`, folded in a copy; the stream itself does not change."""
         copy = self.cache.clone()
         index, base, pos = self.cursors(list(range(len(self.slots))))
         fold(verify, copy.state, copy.ring_k, copy.ring_u, copy.ring_g, index, base, pos)
@@ -305,8 +307,11 @@ def check_windows_equal_single_steps(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> None:
-    """Windows of changing W, three requests a call, random acceptance, garbage in rejected records, against
-    one request and one token a call: the same outputs and states bit for bit, other slots untouched."""
+    """Check that windows and single steps give the same outputs and states, bit for bit.
+
+    Windows: changing W, three requests per call, random acceptance, NaN in rejected ring entries. Single
+    steps: one request and one token per call. Other slots must stay unchanged.
+    """
     rng = torch.Generator().manual_seed(11)
     layer = make_layer(shape, dtype, device=device)
     slots, start = [3, 2, 4], [0, 61, 7]

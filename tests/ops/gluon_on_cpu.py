@@ -1,8 +1,8 @@
-"""Runs a Gluon kernel's Python on a CPU: the words that our kernels use, on torch tensors.
+"""Runs a Gluon kernel's Python code on a CPU: torch tensors stand in for Gluon's.
 
-Triton's interpreter knows no Gluon. Layouts are ignored; copies to shared memory arrive when they are waited
-for and not before (until then the memory holds NaN), one program runs after another. What only a GPU has,
-layouts that do not fit and instructions, is left to tests/gpu and to the compiler.
+Triton's interpreter knows no Gluon. Layouts are ignored. Copies to shared memory arrive at the wait and not
+before; until then the memory holds NaN. One program runs after another. Layouts that do not fit, and
+instructions, are tested in tests/gpu and by the compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pointer:
 
 
 class Shared:
-    """Memory [rows, columns] of one program."""
+    """Shared memory [rows, columns] of one program."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -43,7 +43,7 @@ class Shared:
 
 
 class Program:
-    """What one program sees as `gl`, `async_copy` and the functions that wait."""
+    """One program's view: `gl`, `async_copy` and the functions that wait."""
 
     def __init__(self, program: tuple[int, int], num_warps: int) -> None:
         self.program = program
@@ -51,7 +51,7 @@ class Program:
         self.open: Group = []
         self.groups: list[Group] = []
         self.has_waited = False
-        # Groups on their way at once, before the wait.
+        # The most groups in flight before the wait.
         self.most_early = 0
 
     def gl(self) -> SimpleNamespace:
@@ -68,7 +68,7 @@ class Program:
             constexpr=None,
             static_range=range,
             num_warps=lambda: self.warps,
-            # Tensors in the kernel, which have `to`.
+            # Tensors: the kernel calls their `to`.
             program_id=lambda axis: torch.tensor(self.program[axis]),
             arange=lambda first, last, _: torch.arange(first, last),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
@@ -117,7 +117,10 @@ class Program:
 
 
 def run(kernel: Any, grid: tuple[int, int], num_warps: int, **given: Any) -> list[Program]:
-    """Every program of a kernel, in turn; tensors are given as they lie in memory, at their own offset."""
+    """Run every program of a kernel, one after another.
+
+    given: the kernel's arguments by name; a tensor is passed with its own storage and offset.
+    """
     programs = []
     module = inspect.getmodule(kernel.fn)
     for second in range(grid[1]):

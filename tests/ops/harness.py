@@ -1,4 +1,5 @@
-"""What every operator test uses: opcheck, compilation, poisoned memory, row invariance, the interpreter.
+"""Shared checks of the operator tests: opcheck, compilation, poisoned memory, row invariance, the
+interpreter.
 
 Import it as `from tests.ops.harness import ...`.
 """
@@ -16,12 +17,13 @@ Args = tuple[Any, ...]
 
 
 def clone_args(args: Sequence[Any]) -> Args:
-    """Copies of the tensors among `args`, with the same strides and gaps; shared memory stays shared."""
+    """Return copies of the tensors among `args`, with the same strides and gaps; tensors that share memory
+    still do."""
     copies: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: Any) -> Any:
         if isinstance(value, tuple):
-            return type(value)(*map(copy, value))  # a record
+            return type(value)(*map(copy, value))  # a named tuple
         if not isinstance(value, torch.Tensor):
             return value
         storage = value.untyped_storage()
@@ -35,30 +37,31 @@ def clone_args(args: Sequence[Any]) -> Args:
 
 
 def flatten(args: Sequence[Any]) -> Args:
-    """Arguments as torch sees them, records one by one."""
+    """Return the arguments as torch sees them: named tuples become their fields."""
     return tuple(flat for arg in args for flat in (arg if isinstance(arg, tuple) else (arg,)))
 
 
 def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of an operator's result, which is None, a tensor or a tuple of tensors."""
+    """Return the tensors of an operator's result, which is None, a tensor or a tuple of tensors."""
     if result is None:
         return ()
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
 def check_registration(op: Callable[..., Any], args: Sequence[Any]) -> None:
-    """torch.library.opcheck of a registered overload (`torch.ops.compiled_mtp.<name>.default`).
+    """Run torch.library.opcheck on a registered overload (`torch.ops.compiled_mtp.<name>.default`).
 
-    It compares schema and mutation, the fake's shapes, dtypes and strides with the real result, and tracing.
+    It checks tracing, schema and mutation, and compares the fake's shapes, dtypes and strides with the
+    result.
     """
     torch.library.opcheck(op, flatten(clone_args(args)))
 
 
 def check_compiles(call: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> None:
-    """`call` compiles as one graph and gives the bits of the plain call, at every size in `cases`.
+    """Check that `call` compiles as one graph and gives the bits of the plain call, at every size in `cases`.
 
-    Mutated arguments are compared too. The backend traces and functionalises but generates no code: an opaque
-    operator is called as it is by every backend, and Inductor would cost seconds a test.
+    Mutated arguments are compared too. The backend traces and functionalises but generates no code: every
+    backend calls an opaque operator unchanged, and Inductor would take seconds per test.
     """
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -73,7 +76,7 @@ def check_compiles(call: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> 
 
 
 def assert_same_bits(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], what: str = "") -> None:
-    """Bit equality of two lists of tensors; NaN of the same bits is equal to itself."""
+    """Check that two lists of tensors have equal bits; NaN equals NaN of the same bits."""
     assert len(got) == len(wanted)
     for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert a.shape == b.shape, f"tensor {index} {what}: shape {list(a.shape)} against {list(b.shape)}"
@@ -87,10 +90,10 @@ def assert_same_bits(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
 def check_row_invariance(
     call: Callable[[int], Any], sizes: Iterable[int], largest: int, outputs: Sequence[int] | None = None
 ) -> None:
-    """The first M rows have the same bits for every M in `sizes` as for `largest` rows.
+    """Check that the first M rows have the same bits for every M in `sizes` as for `largest` rows.
 
-    `call(M)` runs the operator on the first M rows of fixed inputs, on fresh copies of what it mutates.
-    `outputs` picks the results that have a row a token (all of them when None).
+    `call(M)` runs the operator on the first M rows of fixed inputs, with fresh copies of the tensors that it
+    mutates. `outputs` selects the results with one row per token (None: all).
     """
     wanted = tensors_of(call(largest))
     chosen = range(len(wanted)) if outputs is None else outputs
@@ -101,10 +104,11 @@ def check_row_invariance(
 
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Inside, what `launch()` allocates by torch.empty, empty_like or new_empty is full of NaN (ints: -77).
+    """Context in which torch.empty, empty_like and new_empty inside `launch()` are filled with NaN (ints:
+    -77).
 
-    A kernel that leaves a part of its output or workspace unwritten, or reads what it did not write, then
-    shows it.
+    The NaN shows in the result if a kernel leaves a part of its output or workspace unwritten, or reads
+    memory that it did not write.
     """
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,9 +132,9 @@ def poisoned_allocations() -> Iterator[None]:
 def check_launch(
     op: Any, args: Sequence[Any], *, rtol: float, atol: float, mutated: Sequence[int] = ()
 ) -> None:
-    """The kernel of `op` gives what its specification does, on poisoned allocations.
+    """Check that the kernel of `op` gives the result of its specification, with poisoned allocations.
 
-    Runs on the device of `args`: on the CPU through Triton's interpreter. See `check_equal`.
+    Runs on the device of `args`; on the CPU in Triton's interpreter. rtol, atol, mutated: see `check_equal`.
     """
     with poisoned_allocations():
         check_equal(op.launch, op.reference, args, rtol=rtol, atol=atol, mutated=mutated)
@@ -145,10 +149,11 @@ def check_equal(
     atol: float,
     mutated: Sequence[int] = (),
 ) -> None:
-    """`call` gives the reference's results within rtol and atol.
+    """Check that `call` gives the reference's results within rtol and atol.
 
-    `mutated` are the indices of the flat arguments that both change; they are compared in the same way (NaN
-    is equal to NaN there, so poison around what is written must survive), the others must keep their bits.
+    mutated: the indices of the flat arguments that both change. They are compared with the same tolerances,
+    and NaN equals NaN there, so poison outside the written part must survive. Other arguments must keep their
+    bits.
     """
     wanted_args, got_args = clone_args(args), clone_args(args)
     wanted, got = tensors_of(reference(*wanted_args)), tensors_of(call(*got_args))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.model_config import share
+from compiled_mtp.model_config import rank_range
 
 Operator = Callable[..., Any]
 BLOCK_SIZE = 64
@@ -15,7 +15,7 @@ BLOCK_SIZE = 64
 
 def heads_of(x: torch.Tensor, rank: int, world: int, dim: int = 1) -> torch.Tensor:
     """The heads of `rank`; ranks that outnumber them share one."""
-    begin, end = share(x.shape[dim], rank, world)
+    begin, end = rank_range(x.shape[dim], rank, world)
     return x.narrow(dim, begin, end - begin).contiguous()
 
 

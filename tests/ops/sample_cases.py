@@ -29,10 +29,11 @@ _TABLES_OF = {BIAS: "bias", STOP_IDS: "stop_ids", BAD_WORDS: "bad_words"}
 
 
 def make_case(logits: torch.Tensor, requests: int = 1, **over: Any) -> Case:
-    """Arguments that do nothing but what `over` asks; request i has slot i + 1, slot 0 repeats the first.
+    """Return a case in which only the features in `over` are active; request i has slot i + 1.
 
-    A parameter in `over` has one entry a request, or one for all; a table has a row a slot and is then used.
-    `tokens` are those of a window, instead of its drafts. bad_words: a list of words a slot.
+    Slot 0 repeats the first request's parameters. A parameter in `over` has one entry per request, or one for
+    all; a table has one row per slot. tokens: the window's tokens, of which the drafts are taken. bad_words:
+    a list of words per slot.
     """
     rows, vocab = logits.shape
     num_ids = over.pop("num_ids", vocab)
@@ -73,14 +74,14 @@ def make_case(logits: torch.Tensor, requests: int = 1, **over: Any) -> Case:
 
 
 def arguments(case: Case) -> tuple[Any, ...]:
-    """What `sample` takes."""
+    """Return the arguments of `sample`."""
     tables = SamplingTables(*(case[name] for name in SamplingTables._fields))
     window = (case["logits"], case["drafts"], case["positions"], case["state_index"])
     return *window, tables, case["num_valid_ids"], case["column_ids"], case["masks"]
 
 
 def pack_masks(is_allowed: torch.Tensor) -> torch.Tensor:
-    """Bools [M, n] as `sample` takes them: 32 a word, the lowest bit first."""
+    """Pack bools [M, n] as `sample` takes them: 32 per word, the lowest bit first."""
     words = -(-is_allowed.shape[1] // 32)
     padded = torch.zeros(is_allowed.shape[0], words * 32, dtype=torch.int64)
     padded[:, : is_allowed.shape[1]] = is_allowed
@@ -89,7 +90,7 @@ def pack_masks(is_allowed: torch.Tensor) -> torch.Tensor:
 
 
 def full_case(vocab: int, query_len: int = 3) -> Case:
-    """Twelve requests with every feature in some combination, and rows with NaN, infinities and ties."""
+    """Return a case of twelve requests that combine all features, with rows of NaN, infinities and ties."""
     generator = torch.Generator().manual_seed(0)
     requests, far = 12, 1 << 33
     rows, slots = requests * query_len, requests + 1
@@ -126,7 +127,7 @@ def full_case(vocab: int, query_len: int = 3) -> Case:
 
 
 def part_of(case: Case, first: int, requests: int) -> Case:
-    """The same call for some of its requests only."""
+    """Return the same call for `requests` requests from `first` on."""
     query_len = case["logits"].shape[0] // case["state_index"].shape[0]
     rows = slice(first * query_len, (first + requests) * query_len)
     return case | {
@@ -165,7 +166,8 @@ def numpy_noise(seed: int, position: int, vocab: int) -> np.ndarray[Any, Any]:
 
 
 def numpy_rules(case: Case, slot: int) -> numpy_sampling.Rules:
-    """A slot's parameters and tables as the independent specification takes them; its prompt is 0 long."""
+    """Return a slot's parameters and tables in the form of the independent specification; its prompt has
+    length 0."""
     features = int(case["features"][slot])
     bias = case["bias"][slot].tolist() if features & BIAS else []
     lengths = case["bad_word_lengths"][slot].tolist() if features & BAD_WORDS else []
@@ -182,7 +184,7 @@ def numpy_rules(case: Case, slot: int) -> numpy_sampling.Rules:
 
 
 def numpy_scores(case: Case, row: int) -> tuple[np.ndarray[Any, Any], bool]:
-    """A row's processed, tempered and filtered logits in float64, and whether noise is added to them."""
+    """Return a row's processed, tempered and filtered logits in float64, and whether it gets noise."""
     query_len = case["logits"].shape[0] // case["state_index"].shape[0]
     slot, position = int(case["state_index"][row // query_len]), int(case["positions"][row])
     rules = numpy_rules(case, slot)
@@ -208,7 +210,7 @@ def numpy_scores(case: Case, row: int) -> tuple[np.ndarray[Any, Any], bool]:
 
 
 def numpy_token(case: Case, row: int) -> int:
-    """The token that the rules give for one row."""
+    """Return the token that the rules give for one row."""
     query_len = case["logits"].shape[0] // case["state_index"].shape[0]
     x, is_random = numpy_scores(case, row)
     if not np.isfinite(x).any():

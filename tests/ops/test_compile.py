@@ -1,4 +1,5 @@
-"""Every kernel compiles for the GPUs we claim, within recorded resources; Triton's compiler needs no GPU."""
+"""Every kernel compiles for the GPUs that we claim, within recorded resources; Triton's compiler needs no
+GPU."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
 OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py"))
 
 FP8_CAPABILITY = 89
-# No older GPU is asked for them: it has no conversion to e4m3.
+# Kernels that older GPUs cannot run: these GPUs have no conversion to e4m3.
 WITH_FP8_PRODUCTS = {"linear_w8a8", "quantize_rows", "gate_up_w8a8", "down_w8a8", "silu_mul_quantized"}
-# Launched on Hopper alone, where its bits were compared with the other kernel's.
+# Launched on Hopper only: only there were their bits compared with the other kernel's.
 WITH_COPY_ENGINE = {"large_m", "large_m_w8a8", "resident"}
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 
 def start_compiler(capabilities: list[int], operators: list[str], *flags: str) -> subprocess.Popen[str]:
-    """A process without the interpreter, which would make the kernels uncompilable."""
+    """Start the compiler in a process without the interpreter: with it, kernels cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [
         sys.executable,
@@ -50,12 +51,12 @@ def start_compiler(capabilities: list[int], operators: list[str], *flags: str) -
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err[-4000:]
-    # Triton prints the assembler's complaints before it.
+    # Triton prints the assembler's messages before the JSON line.
     return json.loads(out.splitlines()[-1])
 
 
 def cache_key(operator: str, capability: int) -> str:
-    """Changes with the Triton version and with every file the operator's kernels are made of."""
+    """Return a key that changes with the Triton version and with every file of the operator's kernels."""
     digest = hashlib.sha256(f"{triton.__version__} {sys.version} {capability}".encode())
     for path in sorted([*SOURCES, *(ROOT / "ops").glob("*.py"), *(ROOT / "ops" / operator).glob("*.*")]):
         digest.update(path.read_bytes())
@@ -63,8 +64,8 @@ def cache_key(operator: str, capability: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def one_a_kernel(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """Per operator, one configuration a kernel for sm_80 and sm_90; cached by a hash of the sources."""
+def first_configurations(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """One configuration per kernel for sm_80 and sm_90, by operator; cached by a hash of the sources."""
     cache = request.config.cache.mkdir("kernels")
     wanted = [(name, capability) for name in OPERATORS for capability in (80, 90)]
     missing = [pair for pair in wanted if not (cache / cache_key(*pair)).exists()]
@@ -91,15 +92,17 @@ def one_a_kernel(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def room_of(key: str) -> int:
-    """Bytes of shared memory that a program may use on the GPU that a configuration was compiled for."""
+def shared_bytes_for(key: str) -> int:
+    """Return the bytes of shared memory per program on the GPU that a configuration was compiled for."""
     capability = int(key.rpartition("_")[2])
     return shared_bytes_of(divmod(capability, 10))
 
 
-def check_room(table: dict[str, dict[str, Any]]) -> None:
-    """Every configuration compiles, and fits into the GPU that it is for."""
-    too_large = {key: value for key, value in table.items() if value.get("shared_bytes", 0) > room_of(key)}
+def check_resources(table: dict[str, dict[str, Any]]) -> None:
+    """Check that every configuration compiles and fits into its GPU."""
+    too_large = {
+        key: value for key, value in table.items() if value.get("shared_bytes", 0) > shared_bytes_for(key)
+    }
     assert not too_large, f"no GPU of the kind has so much shared memory: {too_large}"
     errors = {key: value["error"] for key, value in table.items() if "error" in value}
     assert not errors, "\n".join(f"{key}: {text}" for key, text in errors.items())
@@ -114,8 +117,10 @@ def kernels_of(operator: str) -> set[str]:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_one_configuration_a_kernel_compiles(operator: str, one_a_kernel: dict[str, dict[str, Any]]) -> None:
-    table = one_a_kernel[operator]
+def test_one_configuration_per_kernel_compiles(
+    operator: str, first_configurations: dict[str, dict[str, Any]]
+) -> None:
+    table = first_configurations[operator]
     for capability in (80, 90):
         missing = {
             kernel
@@ -145,7 +150,7 @@ def test_full_table_stays_within_recorded_resources(operator: str) -> None:
             f"run python tools/kernel_table.py --record --operators {operator} and review the difference"
         )
     table = finish(start_compiler([80, 90, 100], [operator]))
-    check_room(table)
+    check_resources(table)
     assert sorted(table) == sorted(limits), "the recorded table names other configurations: record it again"
     above = {
         key: f"{resource} {value[resource]}, recorded {limits[key][resource]}"
@@ -157,23 +162,23 @@ def test_full_table_stays_within_recorded_resources(operator: str) -> None:
 
 
 def test_attention_fits_into_the_least_shared_memory() -> None:
-    """99 KiB, of a GeForce and an L40S; heads of 256 dims, as all releases have."""
+    """The least is 99 KiB, on a GeForce and an L40S; heads have 256 dims, as in all releases."""
     table = finish(start_compiler([89], ["paged_attention"], "--first"))
     assert any("prefill-24-4-256" in key for key in table)
-    check_room(table)
+    check_resources(table)
 
 
-# Products of quantised rows are for larger ones: see resolve_recipe.
+# resolve_recipe chooses linear_w8a8 only on GPUs with more shared memory.
 @pytest.mark.kernels
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", [86, 89, 120])
 @pytest.mark.parametrize("operator", sorted(set(OPERATORS) - {"linear_w8a8"}))
 def test_every_configuration_fits_into_the_least_shared_memory(operator: str, capability: int) -> None:
-    check_room(finish(start_compiler([capability], [operator])))
+    check_resources(finish(start_compiler([capability], [operator])))
 
 
 def test_several_processes_compile_what_one_does() -> None:
-    """Each its part, none twice."""
+    """Each process compiles its part, and none is compiled twice."""
     flags, operators = ("--first",), ["quantize_rows", "silu_mul"]
     alone = finish(start_compiler([90], operators, *flags))
     assert finish(start_compiler([90], operators, *flags, "--jobs", "2")) == alone

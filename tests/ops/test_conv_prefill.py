@@ -1,4 +1,4 @@
-"""conv_prefill: segments equal the whole prompt, and the ring they leave serves decoding."""
+"""conv_prefill: segments equal the whole prompt, and decoding continues from the ring that they leave."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_segments_equal_whole_sequence(shape: Shape, dtype: torch.dtype, lengths
     q, k, v, exp_g, beta = conv_float64(layer, proj)
     for parts, exact in zip(got, (q, k, v, exp_g.log(), beta), strict=True):
         assert rel_l2(torch.cat(parts), exact[:total]) < 1e-6
-    # Decoding goes on from the ring that the last segments left.
+    # Decoding continues from the ring that the last segments left.
     outputs = spec_conv1d(proj[total:], *weights, torch.tensor([total]), *shape.dims)
     for output, exact in zip(outputs, (q, k, v, exp_g, beta), strict=True):
         assert rel_l2(output, exact[total:]) < 1e-6
@@ -89,7 +89,7 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("start", "length"), [(0, 18), (64, 1), (1, 2), (0, 2)])
 def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype, start: int, length: int) -> None:
-    """The ring's real rows are those before `start`; a long segment overwrites what it reads."""
+    """The ring's valid rows are those before `start`; a long segment overwrites rows that it reads."""
     args = segment(Shape(1, 3, 32, 16), 20, start, length, dtype)
     for position in range(max(start - 3, 0), start):
         args[4][2, position % 8] = 0.01 * position + 0.5

@@ -1,4 +1,4 @@
-"""gdn_prefill: equal to the recurrence, segment by segment, and to transformers' own functions."""
+"""gdn_prefill: equal to the recurrence, segment by segment, and to the functions of transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_cpu_computes_the_specification(start: int, length: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", [(1,), (2,), (63,), (64,), (65,), (150,), (128, 64, 37)], ids=str)
 def test_segments_equal_float64_recurrence(shape: Shape, lengths: tuple[int, ...]) -> None:
-    """Padding rows hold NaN in z and rubbish elsewhere is not asked for: conv_prefill gives zeros there."""
+    """Padding rows hold NaN in z and zeros in the other inputs, as conv_prefill leaves them."""
     layer, cache = make_layer(shape), make_cache(shape, 3, 16)
     cache.state[:] = torch.nan
     total = sum(lengths)
@@ -81,12 +81,12 @@ def test_segments_equal_float64_recurrence(shape: Shape, lengths: tuple[int, ...
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_transformers(shape: Shape) -> None:
-    """Both functions of transformers, on inputs before the l2norm, with an initial state."""
+    """Compare with both functions of transformers, on inputs before the l2norm, with an initial state."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     layer, cache = make_layer(shape), make_cache(shape, 3, 16)
     group = shape.num_v_heads // shape.num_k_heads
     q, k, v, g, beta, z = make_prompt(layer, 100)
-    # They scale q themselves and keep the state as [nv, dk, dv].
+    # transformers scales q itself and stores the state as [nv, dk, dv].
     heads = [(t * s).repeat_interleave(group, dim=1)[None] for t, s in ((q, shape.head_k_dim**0.5), (k, 1.0))]
     arguments = (*heads, v[None], g[None], beta[None])
     initial = cache.state[1].transpose(1, 2)[None].contiguous()
@@ -117,7 +117,7 @@ def test_verify_continues_from_it() -> None:
 
 
 def test_bits_depend_on_start_and_length_alone() -> None:
-    """More padding rows, another slot: the same bits, so that a prompt's numbers depend on the prompt."""
+    """A prompt's numbers depend on the prompt alone: more padding rows or another slot change no bit."""
     shape = SHAPES[0]
     layer = make_layer(shape)
     prompt = make_prompt(layer, 150)
@@ -181,7 +181,7 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 def test_kernels_in_interpreter(
     interpreter: None, dtype: torch.dtype, tolerance: float, lengths: tuple[int, ...]
 ) -> None:
-    """Against float64: the kernels multiply in bfloat16, in two parts each for float32 activations."""
+    """Compare with float64; the kernels multiply in bfloat16, and split float32 activations in two parts."""
     shape = Shape(1, 2, 32, 16)
     layer, cache = make_layer(shape), make_cache(shape, 2, 16)
     cache.state[1] = torch.nan

@@ -102,7 +102,7 @@ def test_padding_requests_share_slot_zero_and_stay_finite() -> None:
 
 
 def arguments(requests: int, query_len: int) -> tuple[Any, ...]:
-    """Cursors with one record to fold; rings without NaN, which opcheck cannot compare."""
+    """Return arguments with one ring entry to fold; the rings hold no NaN, which opcheck cannot compare."""
     shape = SHAPES[0]
     layer, cache = make_layer(shape), make_cache(shape, slots=4, ring=8)
     for tensor in (cache.ring_k, cache.ring_u, cache.ring_g):
@@ -155,7 +155,7 @@ def test_kernel_in_interpreter(interpreter: None) -> None:
 
 
 def test_kernel_windows_equal_single_steps_in_interpreter(interpreter: None) -> None:
-    """Three value heads a key head, dk unlike dv, random acceptance, NaN in what is not to be read."""
+    """Three value heads per key head, dk unlike dv, random acceptance, NaN where nothing may be read."""
     check_windows_equal_single_steps(gdn_verify.launch, Shape(1, 3, 32, 8 * 2), rounds=3)
 
 

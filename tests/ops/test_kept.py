@@ -1,4 +1,4 @@
-"""What is kept with weights follows them."""
+"""Tensors derived from weights and kept with them are made again when the weights change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from compiled_mtp.ops.kept import kept
 
 
-def test_what_is_kept_is_made_again_when_a_weight_changes() -> None:
+def test_a_kept_tensor_is_made_again_when_a_weight_changes() -> None:
     calls = []
 
     def total(weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def test_what_is_kept_is_made_again_when_a_weight_changes() -> None:
     assert len(calls) == 4
 
 
-def test_weights_that_count_no_writes() -> None:
+def test_weights_without_a_write_counter() -> None:
     with torch.inference_mode():
         weight = torch.ones(2)
     assert kept(torch.clone, weight) is kept(torch.clone, weight)

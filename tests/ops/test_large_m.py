@@ -1,4 +1,4 @@
-"""Products of many rows by the copy engine: the bits of `linear_kernel`, and when they have that route."""
+"""Large-M products by the copy engine: the bits of `linear_kernel`, and which products take that route."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.ops.test_compile import TABLE, finish, start_compiler
 
 SHARED_BYTES = 227 * 1024
 HOPPER = Device("sm_90", SHARED_BYTES, False, True, 132)
-# Gate|up and down of 27B, whose tiles are measured.
+# 27B's gate|up and down, whose tiles are measured.
 GATE_UP, DOWN = (
     LargeMProduct(34816, 5120, 1, 1, gated=True),
     LargeMProduct(5120, 17408, 4, 2, keep_partials=True),
@@ -40,8 +40,10 @@ GATE_UP, DOWN = (
 
 
 def ordered(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers whose sum over a step of 64 columns is exact, so that the order of steps alone decides
-    the bits: each step has its own power of two."""
+    """Return whole numbers whose sum over a step of 64 columns is exact.
+
+    Each step has its own power of two, so only the order of the steps decides the bits.
+    """
     x = torch.randint(-3, 4, (rows, k + 8)).bfloat16()
     x[:, k:] = float("nan")
     power = torch.randint(-12, 13, (n, k // 64)).repeat_interleave(64, 1)
@@ -50,7 +52,7 @@ def ordered(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[LargeMTile]:
-    """The operators take the interpreter for a GPU with a copy engine; the tiles that they launch so."""
+    """The operators take the interpreter for a GPU with a copy engine; gives the tiles that they launch."""
     launched: list[LargeMTile] = []
 
     def launch(tile: LargeMTile, *rest: Any) -> torch.Tensor:
@@ -62,9 +64,9 @@ def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[LargeMTil
     return launched
 
 
-# Both pieces of a tile and one; several row tiles; weight rows that no tile divides; K in 1 to 8 chains.
+# Tiles of two parts and of one; several row tiles; weight rows that no tile divides; K in 1 to 8 chains.
 @pytest.mark.parametrize(
-    "rows, n, height, pieces, chains",
+    "rows, n, height, widths, chains",
     [
         (21, 60, 16, (32, 16), 1),
         (70, 51, 32, (32, 0), 2),
@@ -73,7 +75,7 @@ def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[LargeMTil
     ],
 )
 def test_every_tile_has_the_bits_of_linear_kernel(
-    interpreter: None, rows: int, n: int, height: int, pieces: tuple[int, int], chains: int
+    interpreter: None, rows: int, n: int, height: int, widths: tuple[int, int], chains: int
 ) -> None:
     k = max(256, chains * 128)
     x, weight = ordered(rows, n, k)
@@ -81,7 +83,7 @@ def test_every_tile_has_the_bits_of_linear_kernel(
     wanted = module.launch_config(config, x, weight, None, True)
     torch.testing.assert_close(wanted, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-2)
     for apart in (False, True):
-        tile = LargeMTile(height, *pieces, 64, 4, 3, apart=apart)
+        tile = LargeMTile(height, *widths, 64, 4, 3, apart=apart)
         assert torch.equal(
             launch_large_m(tile, LargeMProduct(n, k, 1, chains), x, weight, torch.float32), wanted
         )
@@ -92,16 +94,16 @@ def test_every_tile_has_the_bits_of_linear_kernel(
         assert torch.equal(add_tree(parts), wanted), f"{split} programs"
 
 
-@pytest.mark.parametrize("pieces, chains", [((16, 0), 1), ((32, 16), 2), ((32, 8), 1)])
+@pytest.mark.parametrize("widths, chains", [((16, 0), 1), ((32, 16), 2), ((32, 8), 1)])
 def test_gated_tiles_have_the_bits_of_linear_kernel(
-    interpreter: None, pieces: tuple[int, int], chains: int
+    interpreter: None, widths: tuple[int, int], chains: int
 ) -> None:
     x, weight = ordered(19, 2 * 54, 256)
     weight = weight * 2.0**-18
     config = LinearConfig(32, 32, 64, 4, 2, 1, chains, 0, sequential=True)
     wanted = module.launch_config(config, x, weight, None, False, gated=True)
     product = LargeMProduct(2 * 54, 256, 1, chains, gated=True)
-    got = launch_large_m(LargeMTile(16, *pieces, 64, 4, 3), product, x, weight, torch.bfloat16)
+    got = launch_large_m(LargeMTile(16, *widths, 64, 4, 3), product, x, weight, torch.bfloat16)
     assert got.shape == (19, 54)
     assert torch.equal(got, wanted)
 
@@ -110,14 +112,14 @@ Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CALLS: dict[str, Call] = {
     "linear": lambda x, w: linear.launch(x, w, None, True),
     "gated": lambda x, w: linear_silu_mul.launch(x, w * 2.0**-18),
-    "parts": lambda x, w: add_tree(linear_partials.launch(x, w, None, 2)),
-    "piece": lambda x, w: add_tree(linear_partials.launch(x[:, 256:], w[:, 256:], None, 1, 66, 512)),
+    "partials": lambda x, w: add_tree(linear_partials.launch(x, w, None, 2)),
+    "shard": lambda x, w: add_tree(linear_partials.launch(x[:, 256:], w[:, 256:], None, 1, 66, 512)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_have_the_same_bits_for_every_number_of_rows(hopper: list[LargeMTile], name: str) -> None:
-    """From 17 rows on by descriptors, below without, and without for rows that have none."""
+    """From 17 rows on, products use descriptors; with fewer rows, and with unaligned rows, they do not."""
     x, weight = ordered(256, 66, 512)
     call = CALLS[name]
     wanted = call(x, weight)
@@ -144,7 +146,7 @@ def test_which_products_have_descriptors() -> None:
     assert find(HOPPER, x, weight)
     assert find(HOPPER, x, weight, 4)
     assert find(HOPPER, torch.zeros(300, 512).bfloat16(), weight)
-    # An odd number of weight rows is no obstacle.
+    # The number of weight rows may be odd.
     assert find(HOPPER, x, weight[:51])
     assert not find(HOPPER, x[:16], weight)
     assert not find(HOPPER, x.float(), weight.float())
@@ -153,13 +155,13 @@ def test_which_products_have_descriptors() -> None:
     assert not find(Device("sm_80", 163 * 1024, False, False, 108), x, weight)
     assert not find(Device("sm_100", SHARED_BYTES, True, True, 148), x, weight)
     assert not find(Device("sm_90", SHARED_BYTES, False, False, 3), x, weight)
-    # Rows that do not lie at multiples of 16 bytes.
+    # Rows that do not begin at multiples of 16 bytes.
     wide = torch.zeros(64, 520).bfloat16()
     assert find(HOPPER, wide[:17, 8:], wide[:, 8:])
     assert not find(HOPPER, wide[:17, 4:516], weight)
     assert not find(HOPPER, x, wide[:, 4:516])
     assert not find(HOPPER, torch.zeros(17, 516).bfloat16()[:, :512], weight)
-    # Chains that are no whole steps, and programs that wait for one another.
+    # Chains that are not whole steps, and programs that wait for one another.
     assert not find(HOPPER, torch.zeros(17, 328).bfloat16(), torch.zeros(64, 328).bfloat16())
     assert not LargeMProduct(64, 512, 2, 1).is_even
     assert LargeMProduct(64, 512, 2, 1, keep_partials=True).is_even
@@ -168,21 +170,21 @@ def test_which_products_have_descriptors() -> None:
 def test_a_measured_tile_comes_before_the_rule() -> None:
     assert choose_tile(GATE_UP, 128, SHARED_BYTES) == LargeMTile(128, 128, 8, 64, 8, 4)
     assert choose_tile(DOWN, 128, SHARED_BYTES) == LargeMTile(128, 128, 32, 128, 8, 3, apart=True)
-    # Faster without descriptors.
+    # Without descriptors this product is faster.
     assert choose_tile(DOWN, 64, SHARED_BYTES) is None
     for product in (GATE_UP, DOWN):
         assert choose_tile(product, 256, SHARED_BYTES) == ranked_tiles(product, 256, SHARED_BYTES)[0][1]
     assert [row_class(rows) for rows in (17, 64, 65, 128, 129, 256, 300)] == [64, 64, 128, 128, 256, 256, 256]
 
 
-def test_the_rule_leaves_no_program_for_a_second_round() -> None:
+def test_the_rule_runs_all_programs_at_once() -> None:
     best = ranked_tiles(GATE_UP, 128, SHARED_BYTES)[0][1]
     assert 120 <= -(-17408 // (best.block_n + best.rest_n)) <= 132
 
 
 @pytest.mark.parametrize("rows", [64, 128, 256])
 def test_tiles_fit(rows: int) -> None:
-    """What the rule and the table give, on whole weights and on pieces."""
+    """The tiles of the rule and of the table fit, for whole weights and for shards."""
     products = [GATE_UP, DOWN, LargeMProduct(248320, 5120, 1, 2), LargeMProduct(64, 512, 1, 4)]
     products += [LargeMProduct(5120, 6144, split, 8 // split, keep_partials=True) for split in (1, 2, 4, 8)]
     products += [
@@ -197,9 +199,9 @@ def test_tiles_fit(rows: int) -> None:
             columns = (tile.block_n + tile.rest_n) * (2 if product.gated else 1)
             assert tile.num_stages * tile.block_k * 2 * (tile.block_m + columns) <= SHARED_BYTES - 2048
             sums = tile.block_m * columns // (32 * tile.num_warps) * product.chains.bit_length()
-            # In loops of their own chains leave more room; test_one_class_of_products looks for spills.
+            # With a loop per chain, more registers are free; test_one_class_of_products looks for spills.
             assert sums <= (192 if tile.apart else max(MOST_SUM_REGISTERS))
-            # The copy engine takes at most 256 rows at once.
+            # The copy engine takes at most 256 rows per copy.
             assert max(tile.block_m, tile.block_n) <= 256
             assert 128 % tile.block_k == 0
 
@@ -222,7 +224,7 @@ def test_the_table_names_products_and_row_classes() -> None:
 @pytest.mark.kernels
 @pytest.mark.timeout(1800)
 def test_one_class_of_products() -> None:
-    """Those of a warp group, whatever the tile, without spills."""
+    """Every tile multiplies by warp-group instructions, without spills."""
     found = finish(start_compiler([90], ["linear"], "--products"))
     large = {key: products for key, products in found.items() if key.startswith("linear/large_m-")}
     assert len(large) > 10

@@ -1,4 +1,4 @@
-"""FP8 products with the rows as left operand: the bits of `linear_w8a8_kernel`, and when they have that
+"""Large-M FP8 products, rows as left operand: the bits of `linear_w8a8_kernel`, and which products take that
 route."""
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ Quantised = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def ordered(rows: int, n: int, k: int) -> Quantised:
-    """Whole numbers whose product of 128 columns is exact, with factors that are powers of two: the order of
-    blocks alone decides the bits."""
+    """Return whole numbers whose product over 128 columns is exact, with scales that are powers of two.
+
+    Only the order of the blocks decides the bits.
+    """
     x = torch.randint(-3, 4, (rows, k)).to(FP8)
     x_scale = 2.0 ** torch.randint(-4, 5, (rows, k // 128)).float()
     scale = 2.0 ** torch.randint(-8, 9, (-(-n // 128), k // 128)).float()
     return x, x_scale, torch.randint(-3, 4, (n, k)).to(FP8), scale
 
 
-# Pieces and slivers, in one program and in several; weight rows that no tile divides; 1 to 8 shares.
+# Pieces and slivers (LargeMTile), in one program and several; weight rows that no tile divides; 1 to 8 K
+# splits.
 @pytest.mark.parametrize(
     "rows, n, k, tile, split",
     [
@@ -66,7 +69,7 @@ def test_every_tile_has_the_bits_of_the_other_kernel(
 def test_operators_have_the_same_bits_for_every_number_of_rows(
     interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than 16 rows, by descriptors where they have any, and fewer."""
+    """More than 16 rows use descriptors if they are aligned; fewer rows do not."""
     launched: list[LargeMTile] = []
 
     def launch(tile: LargeMTile, *rest: Any) -> torch.Tensor:
@@ -106,7 +109,7 @@ def test_which_products_have_descriptors() -> None:
     assert find_large_m(HOPPER, x[:16], weight, 1, 512) is None
     assert find_large_m(HOPPER, wide[:17, 8:520], weight, 1, 512) is None
     assert find_large_m(HOPPER, x, wide[:, 8:520], 1, 512) is None
-    # Few rows of a weight that was measured so.
+    # Few rows of a weight whose measured tile uses descriptors.
     few = torch.zeros(4, 5120).to(FP8)
     gate_up = torch.empty(34816, 5120, dtype=FP8)
     assert find_large_m(HOPPER, few, gate_up, 1, 5120) == LargeMTile(64, 128, 2, 16, 8, 5)
@@ -114,7 +117,7 @@ def test_which_products_have_descriptors() -> None:
 
 @pytest.mark.parametrize("rows", [16, 64, 128, 256, 2048])
 def test_tiles_fit(rows: int) -> None:
-    """What the rule and the table give, on whole weights and on pieces."""
+    """The tiles of the rule and of the table fit, for whole weights and for shards."""
     products = [(34816, 5120, 1, 5120), (16384, 5120, 1, 5120), (300, 256, 1, 256), (5120, 2176, 1, 2176)]
     products += [(5120, 17408, count, 2176) for count in (1, 2, 4, 8)]
     for n, k, count, length in products:
@@ -124,7 +127,7 @@ def test_tiles_fit(rows: int) -> None:
         assert chosen or rows == 16
         for tile in [*tiles, *([chosen] if chosen else [])]:
             assert tile.block_m == (64 if rows <= 64 else 128)
-            # A piece, and a sliver, lies in one block of scales.
+            # A piece, and a sliver, has one block of scales.
             assert 128 % tile.block_n == 0
             assert tile.rest_n == 0 or tile.block_n % tile.rest_n == 0
             stage = 128 * (tile.block_m + tile.width) + 4 * tile.block_m

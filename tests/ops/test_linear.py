@@ -70,7 +70,7 @@ def test_the_cpu_computes_the_specification(rows: int, has_scale: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 16, 128), (4, 40, 320), (37, 24, 100), (3, 24, 768)])
-def test_a_product_beside_another_in_interpreter(
+def test_a_side_product_in_interpreter(
     interpreter: None, dtype: torch.dtype, rows: int, n: int, k: int
 ) -> None:
     wide = torch.full((rows, k + 8), float("nan"), dtype=dtype)
@@ -85,7 +85,7 @@ def test_a_product_beside_another_in_interpreter(
     assert torch.equal(linear_side.launch(x, weight[8:]), y[:, 8:])
 
 
-def test_a_product_beside_another_is_a_product_on_a_cpu() -> None:
+def test_a_side_product_is_a_product_on_a_cpu() -> None:
     x, weight = torch.randn(3, 96), torch.randn(24, 96)
     check_registration(torch.ops.compiled_mtp.linear_side.default, (x, weight))
     check_equal(linear_side, linear_side.reference, (x, weight), rtol=1e-5, atol=1e-5)
@@ -116,7 +116,7 @@ def test_linear_silu_mul_is_one_after_the_other(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
+def test_linear_partials_add_up_to_linear(dtype: torch.dtype) -> None:
     weight = (torch.randn(48, 16) * 0.3).to(dtype)
     cases = [(torch.randn(m, 16).to(dtype), weight, None, 1) for m in (3, 5)]
     check_registration(torch.ops.compiled_mtp.linear_partials.default, (*cases[0], 0, 0, False, False, False))
@@ -131,8 +131,8 @@ def test_linear_parts_add_up_to_linear(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_pieces_of_a_weight_have_the_bits_of_the_whole_on_a_cpu(kind: str, rows: int) -> None:
-    """Four shares at every number of pieces, also where a piece is a matrix of its own: as ranks hold it."""
+def test_shards_of_a_weight_have_the_bits_of_the_whole_on_a_cpu(kind: str, rows: int) -> None:
+    """Four K splits with every number of shards, each shard a matrix of its own, as on a rank."""
     k = 512
     weight, scale, _ = block_fp8(200, k)
     x = torch.randn(rows, k).bfloat16()
@@ -140,25 +140,25 @@ def test_pieces_of_a_weight_have_the_bits_of_the_whole_on_a_cpu(kind: str, rows:
         weight, scale, x = torch.randn(200, k).to(getattr(torch, kind)), None, x.to(getattr(torch, kind))
     whole = linear_partials(x, weight, scale, 1)
     assert whole.dtype == x.dtype
-    for pieces in (2, 4):
+    for shards in (2, 4):
         parts = []
-        for x_piece, piece, first in zip(x.chunk(pieces, 1), weight.chunk(pieces, 1), range(4), strict=False):
-            blocks = None if scale is None else scale.chunk(pieces, 1)[first]
-            part = linear_partials(x_piece.contiguous(), piece.contiguous(), blocks, 1, 0, k)
+        for x_shard, shard, first in zip(x.chunk(shards, 1), weight.chunk(shards, 1), range(4), strict=False):
+            blocks = None if scale is None else scale.chunk(shards, 1)[first]
+            part = linear_partials(x_shard.contiguous(), shard.contiguous(), blocks, 1, 0, k)
             assert part.dtype == torch.float32
             parts.append(part[0])
-        assert torch.equal(add_tree(parts).to(x.dtype), whole[0]), pieces
+        assert torch.equal(add_tree(parts).to(x.dtype), whole[0]), shards
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (5, 20), (7, 64)])
-def test_small_shares_have_the_bits_of_a_row_too(n: int, k: int) -> None:
+def test_small_k_splits_are_row_invariant(n: int, k: int) -> None:
     x, weight = torch.randn(70, k), torch.randn(n, k)
     check_row_invariance(lambda m: linear_partials(x[:m], weight, None, 1)[0], range(1, 70), 70)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_the_reference_of_parts_is_their_tree(count: int) -> None:
-    """As on a GPU whose operators are put back on their reference: P is the kernel's."""
+def test_the_reference_of_partials_is_their_tree(count: int) -> None:
+    """As on a GPU whose operators use their reference: P is the kernel's."""
     x = torch.randn(5, 1024)
     weight, scale, exact = block_fp8(200, 1024)
     parts = linear_partials.reference(x, weight, scale, count)
@@ -174,8 +174,8 @@ def test_the_reference_of_parts_is_their_tree(count: int) -> None:
         assert torch.equal(torch.cat(half), parts)
 
 
-def test_shares_are_equal_and_whole_blocks() -> None:
-    """All the released shapes: 0.8B, 4B, 9B, 27B, 35B-A3B and an expert."""
+def test_k_splits_are_equal_and_whole_blocks() -> None:
+    """K of all released shapes: 0.8B, 4B, 9B, 27B, 35B-A3B and an expert."""
     for k in (2048, 4096, 5120, 6144, 8192, 9216, 12288, 17408):
         assert count_k_splits(k) == 8
     assert [count_k_splits(k) for k in (3584, 512, 256, 128, 1001)] == [4, 4, 2, 1, 1]
@@ -195,7 +195,7 @@ def test_rows_do_not_depend_on_each_other(dtype: torch.dtype, out_float32: bool,
     "n, k", [(1, 80), (6, 16), (17, 5120), (96, 64), (333, 1000), (768, 48), (1024, 2048)]
 )
 def test_bfloat16_sums_have_one_order(n: int, k: int) -> None:
-    """On numbers whose sums are rounding alone, which a result in bfloat16 does not hide."""
+    """On numbers whose sums consist of rounding errors, which rounding to bfloat16 does not hide."""
     x, weight = cancelling(257, n, k, torch.Generator().manual_seed(n))
     assert (linear(x, weight) != 0).float().mean() > 0.1
     check_row_invariance(lambda m: linear(x[:m], weight), [*range(1, 41), 63, 64, 65, 128, 200], 257)
@@ -211,7 +211,7 @@ def test_rows_do_not_depend_on_each_other_fp8() -> None:
     check_row_invariance(lambda m: linear(x[:m], weight, scale), range(1, 65), 65)
 
 
-# (rows, N, K, FP8): two row tiles and a partial one, N and K that no tile divides, K in one and two parts.
+# (rows, N, K, FP8): two row tiles and a partial one, N and K that no tile divides, K in one and two splits.
 @pytest.mark.parametrize(
     "rows, n, k, fp8",
     [
@@ -234,7 +234,7 @@ def test_kernel_in_interpreter(
         scale = scale * k**-0.5
     args = (wide[:, :k], weight, scale, out_float32, False)
     rtol = 1e-5 if out_float32 else 8e-3
-    # Twice: the second launch finds the arrival counters as the first left them.
+    # Twice: the first launch must leave the arrival counters ready for the second.
     for _ in range(2):
         check_launch(linear, args, rtol=rtol, atol=1e-5)
 
@@ -262,7 +262,7 @@ def test_one_step_in_interpreter(interpreter: None, split: int, chains: int, blo
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_scales_beyond_k_are_not_read(interpreter: None, gated: bool) -> None:
-    """Three blocks of K in two chains: the second has a step without columns, and no scale of its own."""
+    """Three blocks of K in two chains: the second chain has a step without columns and without a scale."""
     from compiled_mtp.ops.linear.kernel import launch_config
 
     weight, scale, exact = block_fp8(256, 384)
@@ -287,10 +287,10 @@ def test_scales_beyond_k_are_not_read(interpreter: None, gated: bool) -> None:
         (3, 40, 130, False),
     ],
 )
-def test_programs_and_pieces_have_the_same_bits(
+def test_programs_and_shards_have_the_same_bits(
     interpreter: None, rows: int, n: int, k: int, fp8: bool
 ) -> None:
-    """Shares added by 1, 2, 4 or 8 programs, of one weight or of two halves of its columns."""
+    """1, 2, 4 or 8 programs add the K splits, of one weight or of two halves of its columns."""
     weight, scale = (torch.randn(n, k) * k**-0.5).bfloat16(), None
     if fp8:
         weight, scale, _ = block_fp8(n, k)
@@ -310,25 +310,25 @@ def test_programs_and_pieces_have_the_same_bits(
     if k_splits == 8:
         for first in (0, k // 2):
             columns, blocks = slice(first, first + k // 2), slice(first // 128, (first + k // 2) // 128)
-            piece_scale = None if scale is None else scale[:, blocks]
-            parts = linear_partials.launch(x[:, columns], weight[:, columns], piece_scale, 2, n, k)
+            shard_scale = None if scale is None else scale[:, blocks]
+            parts = linear_partials.launch(x[:, columns], weight[:, columns], shard_scale, 2, n, k)
             half = whole[:4] if first == 0 else whole[4:]
             assert torch.equal(add_tree(parts), add_tree(half))
 
 
-def test_a_piece_has_the_configuration_of_the_whole(interpreter: None) -> None:
-    """Half the weight's rows: the bits are those of the whole weight's columns."""
+def test_a_shard_has_the_configuration_of_the_whole(interpreter: None) -> None:
+    """A shard of half the weight's rows gives the bits of the whole weight's product."""
     x, weight = torch.randn(3, 512).bfloat16(), torch.randn(128, 512).bfloat16()
     whole = linear.launch(x, weight, None, False, False, 16384)
-    piece = linear.launch(x, weight[:64], None, False, False, 16384)
-    assert torch.equal(piece, whole[:, :64])
+    shard = linear.launch(x, weight[:64], None, False, False, 16384)
+    assert torch.equal(shard, whole[:, :64])
     config = linear_config("sm_90", 227 * 1024, 34816, 5120, torch.bfloat16, torch.bfloat16, 16, False)
     device = torch.zeros(1, 5120, dtype=torch.bfloat16)
     assert choose(device, torch.empty(17408, 5120, dtype=torch.bfloat16), (34816, 5120), False) == config
     assert linear_silu_mul.launch(x, weight[:64], None, 16384).shape == (3, 32)
 
 
-# One tile and several, K in parts, a width that no tile divides.
+# One tile and several, one and several K splits, a width that no tile divides.
 @pytest.mark.parametrize(
     "rows, width, k, fp8",
     [
@@ -346,7 +346,7 @@ def test_gated_kernel_in_interpreter(interpreter: None, rows: int, width: int, k
         weight, scale, _ = block_fp8(2 * width, k)
         scale = scale * k**-0.5
     check_launch(linear_silu_mul, (x, weight, scale), rtol=1.6e-2, atol=1e-3)
-    # The very bits of one after the other.
+    # The fused product gives the exact bits of the two launches.
     apart = silu_mul.launch(linear.launch(x, weight, scale))
     assert torch.equal(linear_silu_mul.launch(x, weight, scale), apart)
 
@@ -371,7 +371,7 @@ def test_a_tile_of_prefill_fits(rows: int, out_bytes: int, shared_kib: int) -> N
     for n in (257, 2560, 5120, 34816):
         tile = choose_tile(device, rows, n, out_bytes)
         assert tile.shared_bytes(out_bytes) <= device.shared_bytes
-        # Never more than half of a tile's rows are padding, but for the lowest tile.
+        # Except with the lowest tile, at most half of a tile's rows are padding.
         assert tile.block_m == 64 or rows > tile.block_m // 2
 
 
@@ -386,8 +386,8 @@ def test_rows_of_a_prompt_do_not_depend_on_each_other(dtype: torch.dtype, has_sc
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
-def test_one_part_of_a_prompt_is_its_product_in_interpreter(interpreter: None, kind: str) -> None:
-    """The same launch: what holds a whole weight has a prompt's bits and speed whichever way it asks."""
+def test_one_partial_of_a_prompt_is_its_product_in_interpreter(interpreter: None, kind: str) -> None:
+    """Both calls make the same launch: without ranks, a prompt has the same bits and speed either way."""
     weight, scale, _ = block_fp8(40, 256)
     x = torch.randn(7, 256).bfloat16()
     if kind != "fp8":
@@ -427,12 +427,13 @@ def test_one_split_for_every_number_of_rows() -> None:
                 # A tile must lie in one block of scales, and a step must be one block.
                 assert config.block_k == 128
                 assert 128 % config.block_n == 0
-                # Products of a warp group (64 rows, 4 warps) take converted weights' columns in other order.
+                # Products of a warp group (64 rows, 4 warps) read converted weights' columns in another
+                # order.
                 assert config.block_m < 64 or config.num_warps < 4
 
 
-def test_the_table_holds_shares_for_products_before_a_norm() -> None:
-    """Else `linear_partials` would run with other parts than were measured."""
+def test_the_table_holds_k_splits_for_products_before_a_norm() -> None:
+    """Otherwise `linear_partials` would run with other K splits than were measured."""
     for entry, fields in read_table()["sm_90"].items():
         shape, _ = entry.split()
         n, k = map(int, shape.split("x"))
@@ -445,7 +446,7 @@ def test_the_table_holds_shares_for_products_before_a_norm() -> None:
 
 @pytest.mark.parametrize(
     ("k", "rows", "counts"),
-    # 27B's down, and its o_proj and out_proj: on one GPU, and the piece of each of two, four and eight.
+    # 27B's down, and its o_proj and out_proj: on one GPU, and one shard of two, four and eight.
     [
         (17408, 4, (4, 4, 2, 1)),
         (17408, 128, (4, 4, 2, 1)),
@@ -453,19 +454,19 @@ def test_the_table_holds_shares_for_products_before_a_norm() -> None:
         (6144, 128, (4, 4, 2, 1)),
     ],
 )
-def test_a_piece_has_as_many_programs_as_the_whole(
+def test_a_shard_has_as_many_programs_as_the_whole(
     k: int, rows: int, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as it has shares: with half of them half of a GPU would read its half of the weight."""
+    """As far as it has K splits: with half the programs, half of a GPU would read the shard."""
     on_gpu = torch.device("cuda", 0)
     hopper = Device("sm_90", 227 * 1024, True, True, 132)
     monkeypatch.setattr("compiled_mtp.ops.linear.config.device_of", lambda index: hopper)
 
-    def count(pieces: int) -> int:
-        weight: Any = SimpleNamespace(device=on_gpu, dtype=torch.bfloat16, shape=(5120, k // pieces))
+    def count(shards: int) -> int:
+        weight: Any = SimpleNamespace(device=on_gpu, dtype=torch.bfloat16, shape=(5120, k // shards))
         return count_partials(weight, rows, 0, k)
 
-    assert tuple(count(pieces) for pieces in (1, 2, 4, 8)) == counts
+    assert tuple(count(shards) for shards in (1, 2, 4, 8)) == counts
 
 
 def test_bad_arguments_raise() -> None:

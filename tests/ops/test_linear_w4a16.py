@@ -132,7 +132,7 @@ def test_registration() -> None:
         ({"x": torch.zeros(3, 256)}, r"^x must be bfloat16|^x must have dtype"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], message: str) -> None:
+def test_errors_name_the_argument_that_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
     weight, scale = four_bits(32, 256)
     given = {"x": torch.zeros(3, 256).bfloat16(), "weight": weight, "weight_scale": scale} | change
     with pytest.raises(ValueError, match=message):

@@ -23,7 +23,7 @@ Quantised = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make(rows: int, n: int, k: int) -> Quantised:
-    """Quantised rows and a weight in blocks, with their factors."""
+    """Return quantised rows and a weight in blocks, with their scales."""
     x, x_scale = quantize_rows(torch.randn(rows, k).bfloat16())
     scale = torch.rand(-(-n // 128), k // 128) * 0.01 + 0.001
     return x, x_scale, (torch.randn(n, k) * 40).to(torch.float8_e4m3fn), scale
@@ -34,7 +34,7 @@ def exact(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: t
     return values @ dequantize(weight, scale).double().T
 
 
-def test_a_group_needs_no_other() -> None:
+def test_a_group_depends_on_no_other() -> None:
     x = torch.randn(5, 384).bfloat16()
     x[1, :128] = 0.0
     x[2, 130] = 3e38
@@ -86,8 +86,8 @@ def test_equals_float64(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8])
-def test_a_cpu_reads_weights_in_fp8_and_multiplied_out_alike(rows: int) -> None:
-    """Float32 results, at 1e-6 of float64, with the same bits for every number of rows."""
+def test_a_cpu_gives_fp8_and_dequantized_weights_the_same_bits(rows: int) -> None:
+    """Float32 results lie within 1e-6 of float64, with the same bits for every number of rows."""
     x, x_scale, weight, scale = make(8, 130, 1024)
     wanted = exact(x, x_scale, weight, scale)
     args = (x[:rows], x_scale[:rows])
@@ -104,7 +104,7 @@ def test_a_cpu_reads_weights_in_fp8_and_multiplied_out_alike(rows: int) -> None:
 
 
 def test_errs_as_the_quantised_activations_do() -> None:
-    """Against the float64 product of what was given, e4m3 activations cost 2.6 % and the product nothing."""
+    """Compared with float64 on the given values, e4m3 activations cost 2.6 % and the product nothing."""
     x, weight = torch.randn(8, 1024).bfloat16(), (torch.randn(256, 1024) * 40).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 8) * 0.01 + 0.001
     wanted = x.double() @ dequantize(weight, scale).double().T
@@ -114,7 +114,7 @@ def test_errs_as_the_quantised_activations_do() -> None:
 
 def test_products_compile_and_refuse() -> None:
     cases = [make(m, 40, 256) for m in (3, 5)]
-    # Of opcheck's tests the one of the schema cannot compare e4m3.
+    # opcheck's schema test cannot compare e4m3.
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(linear_w8a8.overload, (*cases[0], False), test_utils=kinds)
     check_compiles(linear_w8a8, cases)
@@ -143,7 +143,7 @@ def test_kernel_in_interpreter(interpreter: None, rows: int, n: int, k: int) -> 
 
 @pytest.mark.parametrize("rows, k", [(3, 1024), (20, 1024), (70, 512)])
 def test_programs_have_the_same_bits(interpreter: None, rows: int, k: int) -> None:
-    """Shares added by 1, 2, 4 and 8 programs, and a half of them."""
+    """1, 2, 4 and 8 programs add the K splits, of the whole and of a half."""
     args = make(rows, 130, k)
     wanted = linear_w8a8_partials.launch(*args, 1)[0]
     whole = part_counts(k, k)[-1]
@@ -165,7 +165,7 @@ def test_programs_have_the_same_bits(interpreter: None, rows: int, k: int) -> No
 @pytest.mark.kernels
 @pytest.mark.timeout(600)
 def test_one_class_of_instruction() -> None:
-    """Every tile multiplies by QGMMA: another class adds up in another way, and rows would differ."""
+    """Every tile multiplies by QGMMA: another class sums in another order, and rows would differ."""
     table = finish(start_compiler([90], ["linear_w8a8", "moe_experts"], "--products"))
     w8a8 = {key: products for key, products in table.items() if "w8a8-" in key.replace("/", "-")}
     kernels = {"linear_w8a8/linear_w8a8", "linear_w8a8/large_m_w8a8"}

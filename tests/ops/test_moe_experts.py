@@ -149,36 +149,37 @@ def test_fp8_kernel_in_interpreter(interpreter: None) -> None:
         assert relative_error(moe_experts.launch(*fp8), loop_float64(*plain)) < 1e-6
 
 
-def pieces_of(
-    gate_up: torch.Tensor, down: torch.Tensor, pieces: int
+def shards_of(
+    gate_up: torch.Tensor, down: torch.Tensor, shards: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece has some of the gate's rows, the same of up's, and those columns of down."""
-    gates, ups = (half.chunk(pieces, 1) for half in gate_up.chunk(2, 1))
+    """Return shards: each has some rows of gate, the same rows of up, and the matching columns of down."""
+    gates, ups = (half.chunk(shards, 1) for half in gate_up.chunk(2, 1))
     return [
         (torch.cat((gate, up), 1), columns.contiguous())
-        for gate, up, columns in zip(gates, ups, down.chunk(pieces, 2), strict=True)
+        for gate, up, columns in zip(gates, ups, down.chunk(shards, 2), strict=True)
     ]
 
 
-def test_pieces_have_the_bits_of_the_whole_in_interpreter(interpreter: None) -> None:
-    """Whole numbers, so that a share is exact in any tile and only what adds the shares rounds."""
+def test_shards_have_the_bits_of_the_whole_in_interpreter(interpreter: None) -> None:
+    """Whole numbers: a K split is exact in any tile, and only the addition of the K splits rounds."""
     x, weights, ids, gate_up, down = experts_case(3, 3, 1, 32, 256, torch.bfloat16)
     down = (down * 64).round() * 2.0 ** torch.randint(-8, 9, (4, 32, 2)).repeat_interleave(128, 2)
     down = down.bfloat16()
     with poisoned_allocations():
         whole = moe_experts.launch(x, weights, ids, gate_up, down)
-        stacks = pieces_of(gate_up, down, 2)
+        stacks = shards_of(gate_up, down, 2)
         parts = [moe_experts.launch(x, weights, ids, *stack, whole_width=256) for stack in stacks]
     assert parts[0].dtype == torch.float32
     torch.testing.assert_close(add_tree(parts).bfloat16(), whole, rtol=8e-3, atol=1e-3)
     assert relative_error(whole, loop_float64(x, weights, ids, gate_up, down)) < 1e-2
-    # The order: slots of each share first, then ((0 + 1) + (2 + 3)). Shares of weights that no sum rounds.
+    # The order: each K split's slots first, then ((0 + 1) + (2 + 3)). The K splits of these weights do not
+    # round.
     ones = torch.ones(1, 128).bfloat16()
     gate = torch.zeros(2, 1024, 128).bfloat16()
     gate[:, :512, 0], gate[:, 512:, 0] = 64.0, 1.0 / 64
     down = torch.zeros(2, 128, 512).bfloat16()
     down[:, :, 0], down[:, :, 256] = 2.0**30, 1.0
-    # Half of the columns take the large number back in the same node of the tree, half beside the one.
+    # Half of the columns cancel the large number in the same node of the tree, half in the other node.
     down[:, :64, 128], down[:, 64:, 384] = -(2.0**30), -(2.0**30)
     routes = (torch.ones(1, 2), torch.tensor([[0, 1]], dtype=torch.int32))
     got = moe_experts.launch(ones, *routes, gate, down)
@@ -186,14 +187,14 @@ def test_pieces_have_the_bits_of_the_whole_in_interpreter(interpreter: None) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_of_experts_have_the_bits_of_the_whole_on_a_cpu(dtype: torch.dtype) -> None:
+def test_shards_of_experts_have_the_bits_of_the_whole_on_a_cpu(dtype: torch.dtype) -> None:
     x, weights, ids, gate_up, down = experts_case(7, 6, 3, 96, 64, dtype)
     whole = moe_experts(x, weights, ids, gate_up, down)
-    for pieces in (2, 4):
-        stacks = pieces_of(gate_up, down, pieces)
+    for shards in (2, 4):
+        stacks = shards_of(gate_up, down, shards)
         parts = [moe_experts(x, weights, ids, *stack, whole_width=64) for stack in stacks]
         assert parts[0].dtype == torch.float32
-        assert torch.equal(add_tree(parts).to(dtype), whole), pieces
+        assert torch.equal(add_tree(parts).to(dtype), whole), shards
     with pytest.raises(ValueError, match="whole_width must be the width of experts of which 8 are whole"):
         moe_experts(
             x, weights, ids, gate_up[:, :16].contiguous(), down[:, :, :8].contiguous(), whole_width=64
@@ -207,7 +208,7 @@ def test_registration_and_compile() -> None:
 
 
 def w8a8_case(rows: int, experts: int, top_k: int, width: int, inner: int) -> tuple[Any, ...]:
-    """Arguments of moe_experts_w8a8, factors such that hidden values are of size one."""
+    """Return arguments of moe_experts_w8a8, with scales that give hidden values of size one."""
     (x, weights, ids, gate_up, down, gate_up_scale, down_scale), _ = fp8_case(
         rows, experts, top_k, width, inner
     )
@@ -218,7 +219,7 @@ def w8a8_case(rows: int, experts: int, top_k: int, width: int, inner: int) -> tu
 def test_the_cpu_computes_the_specification_of_w8a8() -> None:
     for is_float32 in (True, False):
         args = (*w8a8_case(9, 6, 3, 256, 128), is_float32)
-        # Sums in another order move a hidden value to the next of e4m3 now and then.
+        # Sums in another order sometimes move a hidden value to the next e4m3 value.
         wanted, got = moe_experts_w8a8.reference(*args), moe_experts_w8a8(*args)
         assert got.dtype == wanted.dtype == (torch.float32 if is_float32 else torch.bfloat16)
         assert relative_error(got, wanted) < 0.01
@@ -240,7 +241,7 @@ def test_the_cpu_computes_the_specification_of_w8a8() -> None:
 
 @pytest.mark.parametrize("rows, experts, top_k", [(3, 3, 2), (20, 1, 1)])
 def test_w8a8_kernel_in_interpreter(interpreter: None, rows: int, experts: int, top_k: int) -> None:
-    """Tiles of 16 pairs and, with 20 rows for one expert, of 64; padded rows at any stride."""
+    """Tiles of 16 pairs and, with 20 rows for one expert, of 64; padded rows of any stride."""
     x, x_scale, *rest = w8a8_case(rows, experts, top_k, 256, 128)
     wide = torch.full((rows, 264), float("nan")).to(x.dtype)
     wide[:, :256] = x

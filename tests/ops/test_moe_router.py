@@ -44,7 +44,7 @@ def test_nan_logits_give_valid_distinct_ids() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_rows_do_not_depend_on_their_company(threads: int) -> None:
+def test_rows_do_not_depend_on_other_rows(threads: int) -> None:
     logits = torch.randn(65, 257, generator=torch.Generator().manual_seed(2))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

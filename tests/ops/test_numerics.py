@@ -1,4 +1,4 @@
-"""The element-wise helpers do not depend on an element's place; the patched interpreter computes right."""
+"""The element-wise helpers do not depend on an element's index; the patched interpreter is correct."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def threads(request: pytest.FixtureRequest) -> object:
 
 
 @pytest.mark.parametrize("name", HELPERS)
-def test_bits_do_not_depend_on_place_or_threads(name: str, threads: int) -> None:
+def test_bits_do_not_depend_on_index_or_threads(name: str, threads: int) -> None:
     helper, _ = HELPERS[name]
     values = torch.randn(37) * 8
     alone = torch.stack([helper(v.reshape(1))[0] for v in values])
-    # More than 65,536 elements, so that ATen splits the work over threads at odd places.
+    # More than 65,536 elements, so that ATen splits the work over threads at odd indices.
     many = helper(values.repeat(2003))
     assert torch.equal(many.view(2003, 37), alone.expand(2003, 37))
 
@@ -38,7 +38,7 @@ def test_bits_do_not_depend_on_place_or_threads(name: str, threads: int) -> None
 def test_equals_float64(name: str) -> None:
     helper, exact = HELPERS[name]
     x = torch.cat([torch.linspace(-90.0, 90.0, 1001), torch.tensor([0.0, 20.0, 20.001, -200.0, 200.0])])
-    # Below -88, exp(-x) overflows and silu gives 0 for a number of at most 3e-37.
+    # Below -88, exp(-x) overflows and silu gives 0 instead of a number of at most 3e-37.
     torch.testing.assert_close(helper(x), exact(x.double()).float(), rtol=1e-6, atol=3e-37)
 
 

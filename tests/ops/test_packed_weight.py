@@ -1,4 +1,4 @@
-"""Weights in half precision beside themselves: exact or not at all, and a row's bits are its own."""
+"""Copies of weights in half precision: made only if exact, and row-invariant."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ has_library = pytest.mark.skipif(
 
 
 def stored_weight(rows: int = 1400, columns: int = 96) -> torch.Tensor:
-    """As a checkpoint in bfloat16 stores it, and as an engine in float32 holds it."""
+    """Return a weight in float32 whose values are exact in bfloat16, as from a bfloat16 checkpoint."""
     return (torch.randn(rows, columns) * 0.02).bfloat16().float()
 
 
 @has_library
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_packed_weight_multiplies_as_itself_and_rows_keep_their_bits(threads: int) -> None:
+def test_a_packed_weight_multiplies_like_the_weight_and_is_row_invariant(threads: int) -> None:
     x, weight = torch.randn(70, 96), stored_weight()
     assert pack(weight)
     with torch_threads(threads):
@@ -42,7 +42,7 @@ def test_a_packed_weight_multiplies_as_itself_and_rows_keep_their_bits(threads: 
 
 
 @has_library
-def test_compiled_code_finds_what_was_packed() -> None:
+def test_compiled_code_finds_the_packed_weight() -> None:
     x, weight = torch.randn(4, 96), torch.nn.Parameter(stored_weight(), requires_grad=False)
     assert pack(weight)
     plain, packed = linear(x, weight), find_packed(weight)
@@ -52,7 +52,7 @@ def test_compiled_code_finds_what_was_packed() -> None:
     assert torch.equal(linear.overload(x, weight, None, False, False, 0, 0, False), 2.0 * plain)
 
 
-def test_what_is_not_exact_is_not_packed() -> None:
+def test_an_inexact_weight_is_not_packed() -> None:
     wide = stored_weight()
     wide[0, 0], wide[0, 1] = 1e-9, 1e9
     infinite = stored_weight()
@@ -70,21 +70,22 @@ def test_what_is_not_exact_is_not_packed() -> None:
 
 @has_library
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_pieces_of_ranks_have_the_bits_of_the_whole(ranks: int) -> None:
-    """Columns as they stand in the result; of what is summed in shares each rank's, added as a tree."""
+def test_weight_shards_have_the_bits_of_the_whole(ranks: int) -> None:
+    """Shards of rows are concatenated; shards of columns give each rank's K splits, which are added as a
+    tree."""
     weight = stored_weight(1032, 512)
     rows, sums = torch.randn(37, 512), weight.clone()
     assert pack(weight)
     assert pack(sums, k_splits=4)
     exponent = largest_exponent(weight)
-    pieces = [piece.contiguous() for piece in weight.chunk(ranks)]
-    assert all(pack(piece, exponent=exponent) for piece in pieces)
-    assert torch.equal(torch.cat([linear(rows, piece) for piece in pieces], dim=1), linear(rows, weight))
+    shards = [shard.contiguous() for shard in weight.chunk(ranks)]
+    assert all(pack(shard, exponent=exponent) for shard in shards)
+    assert torch.equal(torch.cat([linear(rows, shard) for shard in shards], dim=1), linear(rows, weight))
 
-    pieces = [piece.contiguous() for piece in sums.chunk(ranks, dim=1)]
-    assert all(pack(piece, k_splits=4 // ranks, exponent=exponent) for piece in pieces)
-    pairs = zip(rows.chunk(ranks, dim=1), pieces, strict=True)
-    parts = [linear_partials(x, piece, None, 1, 0, 512)[0] for x, piece in pairs]
+    shards = [shard.contiguous() for shard in sums.chunk(ranks, dim=1)]
+    assert all(pack(shard, k_splits=4 // ranks, exponent=exponent) for shard in shards)
+    pairs = zip(rows.chunk(ranks, dim=1), shards, strict=True)
+    parts = [linear_partials(x, shard, None, 1, 0, 512)[0] for x, shard in pairs]
     whole = linear_partials(rows, sums, None, 1)[0]
     assert torch.equal(add_tree(parts), whole)
     torch.testing.assert_close(whole.double(), rows.double() @ weight.double().T, rtol=0, atol=1e-5)

@@ -38,7 +38,7 @@ def test_reference_matches_sdpa_on_a_prefill_chunk():
 
 def test_fp8_pages_are_read_with_their_scales():
     args = make([70, 5], 2, 4, 2, 64, fp8=True)
-    args[3][args[4][0, 0].long(), :, 0, 3] *= 1e4  # one loud token
+    args[3][args[4][0, 0].long(), :, 0, 3] *= 1e4  # one large token
     want = exact(*args)
     error = (paged_attention(*args).double() - want).abs().max() / want.abs().max()
     assert error < 1e-6
@@ -56,7 +56,7 @@ def test_first_key_hides_earlier_keys_and_rows_before_it_are_zero():
     assert (paged_attention(*args) == 0).all()
 
 
-def test_padding_requests_and_unwritten_rows_harm_no_one():
+def test_padding_requests_and_unwritten_rows_change_no_result():
     args = make([70, 66], 4, 4, 2, 64)
     alone = paged_attention(*args)
     table = torch.cat((args[4], torch.full_like(args[4][:1], -1)))
@@ -65,7 +65,7 @@ def test_padding_requests_and_unwritten_rows_harm_no_one():
     both = paged_attention(q, gate, *args[2:4], table, positions, *args[6:])
     assert torch.equal(both[:8], alone)
     assert (both[8:] == 0).all()
-    # Rows past the end of a chunk: their positions lie in the page, their keys were never written.
+    # Rows after the end of a chunk: their positions are in the page, but their keys were never written.
     args = make([70], 4, 4, 2, 64)
     want = paged_attention(*args)
     q, gate = (torch.cat((t, t)) for t in args[:2])
@@ -77,7 +77,7 @@ def test_padding_requests_and_unwritten_rows_harm_no_one():
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (8, 2), (6, 1), (8, 1), (3, 1)])
-def test_bits_of_a_row_are_its_own(hq, hkv, dtype, threads):
+def test_bits_of_a_row_do_not_depend_on_other_rows(hq, hkv, dtype, threads):
     lengths = [131, 66, 9, 257, 64]
     window = 8
     args = make(lengths, window, hq, hkv, 64, dtype=dtype)
@@ -95,7 +95,7 @@ def test_bits_of_a_row_are_its_own(hq, hkv, dtype, threads):
                     q[pick], gate[pick], kv, None, table[requests], positions[pick], scale, first
                 )
                 assert torch.equal(got, full[requests, part].flatten(0, 1))
-        # A wide block table, and one request as a prefill chunk.
+        # A wide block table, and one request as a prompt chunk.
         wide = torch.nn.functional.pad(table, (0, 40), value=-1)
         assert torch.equal(paged_attention(q, gate, kv, None, wide, *args[5:]), full.flatten(0, 1))
     finally:
@@ -115,7 +115,7 @@ def test_a_chunk_of_rows_gives_the_bits_of_its_windows():
 @pytest.mark.parametrize("fp8", [False, True])
 def test_opcheck(fp8):
     args = make([70, 5], 2, 4, 2, 64, fp8=fp8)
-    # The schema test compares tensors by arithmetic that torch lacks for float8 on the CPU.
+    # opcheck's schema test compares tensors by arithmetic that torch lacks for float8 on the CPU.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     overload = torch.ops.compiled_mtp.paged_attention.default
     torch.library.opcheck(overload, (*args, None, None), test_utils=tests if fp8 else "ALL")
@@ -207,12 +207,12 @@ def test_scores_far_apart_do_not_overflow():
 def test_kernels_in_interpreter(interpreter, lengths, window, heads, dtype, fp8, block_size, first_key):
     args = make(lengths, window, *heads, 64, dtype=dtype, block_size=block_size, fp8=fp8)
     args[-1] = first_key
-    # A weight rounded to bfloat16 errs by 2^-9 of itself, and values reach 4.
+    # A weight rounded to bfloat16 has a relative error of 2^-9, and values reach 4.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 4e-3}
     check_launch(paged_attention, args, **tolerance)
 
 
-def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
+def test_kernel_keeps_padding_requests_and_unwritten_rows_separate(interpreter):
     for window in (2, 10):
         args = make([70], window, 2, 1, 64)
         want = paged_attention.launch(*args)
@@ -239,7 +239,7 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_apart(interpreter):
 def test_groups_of_splits_have_the_bits_of_splits(
     interpreter, monkeypatch, lengths, window, heads, fp8, first_key
 ):
-    """Folded in a program's registers or by the kernel that combines parts."""
+    """The groups are folded in a program's registers or by the kernel that combines partial results."""
     from compiled_mtp.ops.paged_attention import kernel
 
     args = make(lengths, window, *heads, 64, dtype=torch.bfloat16, fp8=fp8)
@@ -261,13 +261,13 @@ def test_splits_cover_every_key_once(interpreter):
 
 
 def test_a_process_whose_default_dtype_is_narrow_gets_the_same_bits():
-    """As frameworks set it while they load a model of theirs; with rows of nobody too."""
+    """A framework sets it while it loads a model; the call also has rows of no prompt chunk."""
     args = make([70], 8, 4, 2, 64)
-    pieces = (torch.tensor([0]), torch.tensor([5]))
-    expected = [paged_attention(*args), paged_attention(*args, *pieces)]
+    chunk = (torch.tensor([0]), torch.tensor([5]))
+    expected = [paged_attention(*args), paged_attention(*args, *chunk)]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = [paged_attention(*args), paged_attention(*args, *pieces)]
+        found = [paged_attention(*args), paged_attention(*args, *chunk)]
     finally:
         torch.set_default_dtype(torch.float32)
     for ours, wanted in zip(found, expected, strict=True):

@@ -1,4 +1,5 @@
-"""`qk_norm_rope_kv_write`: the reference against float64, what it writes and what it leaves alone."""
+"""`qk_norm_rope_kv_write`: the reference against float64, the rows that it writes and those that it leaves
+alone."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ F8 = torch.float8_e4m3fn
 
 
 def make(rows, hq, hkv, hd, dtype=torch.float32, block_size=16, rot=None, fp8=False, seed=0, device="cpu"):
-    """One call's arguments; the cache holds NaN, every third row writes nothing."""
+    """Return one call's arguments; the cache holds NaN, and every third row writes nothing."""
     g = torch.Generator().manual_seed(seed)
     rot = rot or hd // 4
     num_blocks = 2 + -(-rows // block_size) * 2
@@ -33,7 +34,7 @@ def make(rows, hq, hkv, hd, dtype=torch.float32, block_size=16, rot=None, fp8=Fa
 
 
 def exact(args):
-    """Rotated queries and keys in float64 by complex multiplication, and the values."""
+    """Return rotated queries and keys in float64 by complex multiplication, and the values."""
     qkv, q_weight, k_weight, cos_sin, positions, _, kv, _, hq, hkv, eps = args
     hd, rot = kv.shape[4], cos_sin.shape[1]
     x = qkv.double().unflatten(1, (-1, hd))
@@ -68,12 +69,12 @@ def test_reference_matches_float64(hq, hkv, rot):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("slots", [[70], [13, 14, 15], [14, 15, 16], [20, -1, 21], [30, 29, 28], [-1], []])
 def test_the_cpu_writes_what_the_specification_does(slots, fp8):
-    """Neighbours in one block, across two, in no order, and rows that write nothing."""
+    """Rows that are neighbours in one block, in two blocks, in no order, and rows that write nothing."""
     args = make(len(slots), 3, 1, 64, fp8=fp8)
     args[5] = torch.tensor(slots, dtype=torch.int64)
     args[6:8] = [t if t is None else torch.cat([t] * 5) for t in args[6:8]]
     reference = qk_norm_rope_kv_write.reference
-    # What a norm in another order rounds otherwise may be another e4m3.
+    # A norm summed in another order may round to another e4m3 value.
     rtol = 2**-3 if fp8 else 2e-6
     check_equal(qk_norm_rope_kv_write, reference, args, rtol=rtol, atol=1e-6, mutated=(6, 7))
 
@@ -85,9 +86,9 @@ def test_bfloat16_is_the_float32_result_rounded_once():
     assert torch.equal(args[6].nan_to_num(), wide[6].bfloat16().nan_to_num())
 
 
-def test_fp8_keeps_one_scale_a_vector():
+def test_fp8_keeps_one_scale_per_vector():
     args = make(9, 4, 2, 64, fp8=True)
-    args[0][1, 8 * 64 :] *= 1e5  # loud keys and values
+    args[0][1, 8 * 64 :] *= 1e5  # large keys and values
     args[0][2, 8 * 64 :] *= 1e-5
     args[0][4, 10 * 64 : 11 * 64] = 0.0  # a value head of zeros
     qk_norm_rope_kv_write(*args)
@@ -110,7 +111,7 @@ def test_fp8_keeps_one_scale_a_vector():
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (3, 1), (1, 1)])
-def test_bits_of_a_row_are_its_own(hq, hkv, dtype, threads):
+def test_bits_of_a_row_do_not_depend_on_other_rows(hq, hkv, dtype, threads):
     def run(rows):
         args = make(33, hq, hkv, 64, dtype=dtype)
         for i in (0, 4, 5):
@@ -139,7 +140,7 @@ def test_opcheck(fp8):
     args[6].view(torch.uint8 if fp8 else torch.float32).zero_()
     if fp8:
         args[7].zero_()
-    # The schema test compares tensors by arithmetic that torch lacks for float8 on the CPU.
+    # opcheck's schema test compares tensors by arithmetic that torch lacks for float8 on the CPU.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     overload = torch.ops.compiled_mtp.qk_norm_rope_kv_write.default
     torch.library.opcheck(overload, tuple(args), test_utils=tests if fp8 else "ALL")
@@ -189,6 +190,6 @@ def test_errors_name_the_argument(message, index, value):
 )
 def test_kernel_in_interpreter(interpreter, dtype, fp8, hd, rot):
     args = make(7, 3, 2, hd, dtype=dtype, rot=rot, fp8=fp8)
-    # Norms may differ in the last bit, and with them the rounding to the stored type.
+    # Norms may differ in the last bit, and so may the values rounded to the stored type.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype] if not fp8 else 2**-3
     check_launch(qk_norm_rope_kv_write, args, rtol=tolerance, atol=1e-6, mutated=(6, 7))

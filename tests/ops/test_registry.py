@@ -1,4 +1,4 @@
-"""Every operator folder registers what it promises; the switch to references; the one import name."""
+"""Every operator folder registers what it declares; the switch to references; the one import name."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_schema_is_flat_and_says_what_is_mutated() -> None:
         Signature(specification).schema(("pair",))
 
 
-def test_a_plain_tensor_on_a_cpu_goes_past_the_dispatcher_unless_watched() -> None:
+def test_a_plain_tensor_on_a_cpu_bypasses_the_dispatcher_unless_watched() -> None:
     seen: list[str] = []
 
     def twice(x: Annotated[Tensor, "N", F32]) -> Annotated[Tensor, "N", F32]:

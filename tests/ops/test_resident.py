@@ -1,4 +1,4 @@
-"""Which products hold their weights: the table, when it is asked, and what is launched. Bits: tests/gpu."""
+"""Which products have shared-memory-resident weights: the table, its use, the launches. Bits: tests/gpu."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from compiled_mtp.ops.rms_norm import kernel as norm_module
 from tests.ops import gluon_on_cpu
 
 HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
-# Beside the weights: the rows' tile, and what a conversion and the system take.
+# Shared memory besides the weights: the rows' tile, and what a conversion and the system take.
 ROWS, OTHER_BYTES = 16, 2048
 
 
@@ -43,7 +43,7 @@ def operands(name: str, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor, str]
 
 
 @pytest.mark.parametrize("name", read_resident_table())
-def test_all_programs_of_a_measured_product_have_their_place_at_once(name: str) -> None:
+def test_all_programs_of_a_measured_product_run_at_once(name: str) -> None:
     x, weight, kind = operands(name)
     parts = int(kind.removeprefix("parts")) if kind.startswith("parts") else 0
     config = choose(x, weight, (0, 0), False, parts)
@@ -79,7 +79,7 @@ def test_other_rows_other_types_and_other_gpus_have_no_resident_weights() -> Non
     assert find_resident(HOPPER, x, weight[:-32], config) is None
     assert find_resident(HOPPER, x, weight, config, gated=True) is None
     assert find_resident(HOPPER, torch.cat((x, x[:, :1]), 1)[:, :-1], weight, config) is None
-    # At multiples of 16 bytes but not of 16 numbers.
+    # The row stride is a multiple of 16 bytes but not of 16 numbers.
     assert find_resident(HOPPER, torch.cat((x, x[:, :8]), 1)[:, :-8], weight, config) is None
     assert find_resident(replace(HOPPER, arch="sm_100"), x, weight, config) is None
     assert find_resident(replace(HOPPER, num_processors=114), x, weight, config) is None
@@ -114,7 +114,7 @@ def test_only_a_product_that_may_be_resident_is(name: str, monkeypatch: pytest.M
 
 
 class Launched:
-    """Stands for a kernel and keeps what it is launched with."""
+    """Stands in for a kernel and keeps the arguments of its launches."""
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ class Launched:
     ("rows", "kept", "resident", "wanted"),
     [(16, None, True, True), (17, None, True, False), (16, None, False, False), (20, 4, True, False)],
 )
-def test_norms_go_by_the_rows_of_the_products_around_them(
+def test_norms_follow_the_rows_of_the_products_around_them(
     rows: int, kept: int | None, resident: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Launched()
@@ -141,7 +141,7 @@ def test_norms_go_by_the_rows_of_the_products_around_them(
 @pytest.mark.parametrize(
     ("requests", "resident", "wanted"), [(4, True, True), (5, True, False), (4, False, False)]
 )
-def test_a_gated_norm_goes_by_the_rows_of_the_product_behind_it(
+def test_a_gated_norm_follows_the_rows_of_the_product_after_it(
     requests: int, resident: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Launched()
@@ -178,7 +178,7 @@ class OnCpu:
         return launch
 
 
-# Weight rows that no tile divides, pieces of different lengths, one chain and several, parts.
+# Weight rows that no tile divides, copies of different lengths, one chain and several, split-K partials.
 @pytest.mark.parametrize(
     ("rows", "n", "k", "split", "chains", "tile"),
     [
@@ -200,7 +200,7 @@ def test_the_kernel_adds_up_what_it_should(
     gated: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole numbers, whose sums are exact; between the rows of both operands and behind them lies NaN."""
+    """Sums of these whole numbers are exact; NaN lies between and after the rows of both operands."""
     if gated and split > 1:
         split, chains = 1, split * chains
     kernel = OnCpu(resident_module.resident_kernel)
@@ -214,7 +214,7 @@ def test_the_kernel_adds_up_what_it_should(
     weight.copy_(torch.randint(-4, 5, weight.shape))
     dtype = torch.bfloat16 if gated else torch.float32
     got = resident_module.launch_resident(tile, config, x, weight, dtype, gated, split > 1)
-    # All pieces come before the wait, but no more at once than were asked for.
+    # All copies start before the wait, but at most `in_flight` + 1 are in flight at once.
     count = chains * len(tile.pieces(config.part_length(k)))
     assert {program.most_early for program in kernel.programs} == {min(count, tile.in_flight + 1)}
     if gated:
@@ -229,8 +229,8 @@ def test_the_kernel_adds_up_what_it_should(
         assert torch.equal(got, torch.stack(parts))
 
 
-def test_what_is_used_before_it_has_come_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in for a GPU delivers copies when they are waited for: without the last wait there is NaN."""
+def test_a_use_before_the_copy_has_arrived_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for a GPU delivers copies at the wait: without the last wait, the result is NaN."""
     monkeypatch.setattr(resident_module, "resident_kernel", OnCpu(resident_module.resident_kernel))
     monkeypatch.setattr(gluon_on_cpu.Program, "wait_group", lambda program, count: None)
     x, weight = torch.ones(2, 128, dtype=torch.bfloat16), torch.ones(32, 128, dtype=torch.bfloat16)

@@ -33,7 +33,7 @@ def test_equals_float64(dtype: torch.dtype, width: int) -> None:
     torch.testing.assert_close(rms_norm(x, weight, EPS), norm_float64(x, weight).to(dtype))
     y, new_residual = add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(new_residual, x + residual)
-    # The norm reads the rounded residual, so that a later layer sees the same value.
+    # The norm reads the rounded residual, so that a later layer reads the same value.
     assert torch.equal(y, rms_norm(new_residual, weight, EPS))
 
 
@@ -56,7 +56,7 @@ def test_bad_arguments_raise() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_are_added_as_a_tree_and_rounded_first(dtype: torch.dtype) -> None:
+def test_partials_are_added_as_a_tree_and_rounded_first(dtype: torch.dtype) -> None:
     parts, residual, weight = torch.randn(8, 4, 64), torch.randn(4, 64).to(dtype), torch.randn(64).to(dtype)
     pairs = [parts[i] + parts[i + 1] for i in (0, 2, 4, 6)]
     x = ((pairs[0] + pairs[1]) + (pairs[2] + pairs[3])).to(dtype)
@@ -167,8 +167,10 @@ def test_kernels_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_stacked_parts_are_those_side_by_side(interpreter: None, dtype: torch.dtype, count: int) -> None:
-    """Of one part the sum, which is yet to be rounded."""
+def test_stacked_partials_give_the_bits_of_separate_ones(
+    interpreter: None, dtype: torch.dtype, count: int
+) -> None:
+    """With one partial, the stacked sum is still in float32 and must be rounded."""
     parts, residual, weight = torch.randn(count, 3, 256), torch.randn(3, 256).to(dtype), torch.randn(256)
     weight, stacked = weight.to(dtype), parts.flatten(0, 1)
     for kept in (None, torch.tensor([2, 0])):
@@ -187,7 +189,8 @@ def test_stacked_parts_are_those_side_by_side(interpreter: None, dtype: torch.dt
 
 @pytest.mark.parametrize("width", [256, 384, 640])
 def test_quantised_is_one_after_the_other(interpreter: None, width: int) -> None:
-    """To the bit, the operator and its kernel; a sum, and parts of one."""
+    """The operator and its kernel give the bits of the norm and then the quantisation; for a sum and for its
+    partials."""
     for dtype, parts in ((torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, 4)):
         x = torch.randn(3, width, dtype=dtype) if parts is None else torch.randn(parts, 3, width)
         args = (x, torch.randn(3, width, dtype=dtype), torch.randn(width, dtype=dtype), EPS)

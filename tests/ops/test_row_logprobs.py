@@ -12,7 +12,8 @@ from tests.sampling import numpy_sampling
 
 
 def make_arguments(vocab: int, num_valid_ids: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Rows that are plain, full of ties, masked but for a few, all masked, and with values not finite."""
+    """Return rows: plain, full of ties, masked except for a few ids, all masked, and with values that are not
+    finite."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(6, vocab, generator=generator) * 4
     logits[1] = logits[1].round()
@@ -52,8 +53,8 @@ def test_ids_that_no_token_has_are_not_listed() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_rows_do_not_depend_on_their_company(threads: int) -> None:
-    # ATen splits the sum of more than 32,768 values over threads when nothing else is summed beside it.
+def test_rows_do_not_depend_on_other_rows(threads: int) -> None:
+    # ATen splits a sum of more than 32,768 values over threads if it is the only sum of the call.
     logits, chosen, valid = make_arguments(50000, 49999)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -44,7 +44,7 @@ def signed(low: int, high: int) -> int:
 
 
 def test_philox_known_answers() -> None:
-    # The known answers that are published with the algorithm (Random123, kat_vectors, philox 4x32 10).
+    # The known answers published with the algorithm (Random123, kat_vectors, philox 4x32 10).
     known = [
         ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -122,7 +122,7 @@ def test_full_vocabulary_equals_numpy() -> None:
 
 
 def chi_square_score(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """(chi-square - its mean) / its standard deviation; tokens of probability 0 must not occur."""
+    """Return (chi-square - its mean) / its standard deviation; tokens of probability 0 must not occur."""
     assert int(counts[probabilities == 0].sum()) == 0
     expected = probabilities[probabilities > 0] * counts.sum()
     freedom = len(expected) - 1
@@ -131,7 +131,7 @@ def chi_square_score(counts: torch.Tensor, probabilities: torch.Tensor) -> float
 
 
 def test_tokens_have_the_specified_distribution() -> None:
-    # Neighbours in one call differ in every parameter, the greedy one included; each row has its own logits.
+    # Neighbours in one call differ in every parameter, one of them is greedy; each row has its own logits.
     parameters: list[dict[str, float]] = [
         {"temperature": 1.0},
         {"temperature": 0.0},
@@ -172,7 +172,7 @@ def test_drafts_of_the_window_count_as_output() -> None:
     tokens = torch.tensor([0, 3, 3, 0, 5, 3, 0, 1, 2])
     counts = torch.zeros(4, 8, dtype=torch.int32)
     case = make_case(logits, 3, tokens=tokens, output_counts=counts, presence_penalty=[1.0, 1.0, 0.0])
-    # Row 0 of a window counts no draft, row k the first k of them; the third request has no penalty.
+    # Row 0 of a window counts no draft, row k the first k drafts; the third request has no penalty.
     assert draw(case)[0].tolist() == [3, 5, 5, 3, 3, 3, 3, 3, 3]
     case = make_case(logits, 3, tokens=tokens, output_counts=counts, frequency_penalty=[0.3, 1.0, 0.0])
     assert draw(case)[0].tolist() == [3, 3, 5, 3, 3, 3, 3, 3, 3]
@@ -182,7 +182,7 @@ def test_drafts_of_the_window_count_as_output() -> None:
 def test_processors_apply_in_order() -> None:
     logits = torch.tensor([[4.0, 3.0, 0.5, -1.0]])
     base = {"output_counts": torch.tensor([[1, 0, 0, 0]] * 2, dtype=torch.int32)}
-    # 4 / 2 - 0.9 = 1.1; taken the other way round, (4 - 0.9) / 2 = 1.55 would win over 1.3.
+    # 4 / 2 - 0.9 = 1.1; in the other order, (4 - 0.9) / 2 = 1.55 would win over 1.3.
     base |= {"bias": torch.tensor([[0.0, -1.7, 0.0, 0.0]] * 2), "stop_ids": torch.tensor([[-1, -1]] * 2)}
     case = make_case(logits, repetition_penalty=2.0, presence_penalty=0.9, **base)
     assert int(draw(case)[0]) == 1
@@ -220,7 +220,7 @@ def test_rows_without_a_finite_logit_give_token_zero() -> None:
     assert outcome.tolist() == [NOT_FINITE] * 4 + [DRAWN, NOT_FINITE]
 
 
-def test_a_row_whose_every_id_is_masked_says_so() -> None:
+def test_a_row_with_every_id_masked_says_so() -> None:
     case = make_case(torch.zeros(4, 40), 4, temperature=[0.0, 1.0, 1.0, 1.0], top_k=[0, 0, 3, 0])
     allowed = torch.zeros(4, 40, dtype=torch.bool)
     allowed[3, 33] = True
@@ -236,13 +236,13 @@ def test_a_row_is_finite_if_its_raw_logits_at_valid_ids_are(value: float) -> Non
     case = make_case(
         logits, 4, num_valid_ids=6, temperature=[0.0, 1.0, 1.0, 0.0], bias=torch.full((5, 9), float("-inf"))
     )
-    # Beyond the valid ids anything may stand; what the processors add is not asked for.
+    # Columns after the valid ids may hold any value; only raw logits decide, not what processors add.
     assert draw(case).outcome.tolist() == [ALL_MASKED, NOT_FINITE, ALL_MASKED, NOT_FINITE]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("vocab", [37, 4099])
-def test_rows_do_not_depend_on_their_company(threads: int, vocab: int) -> None:
+def test_rows_do_not_depend_on_other_rows(threads: int, vocab: int) -> None:
     case = full_case(vocab, 2)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -256,20 +256,21 @@ def test_rows_do_not_depend_on_their_company(threads: int, vocab: int) -> None:
 
 
 def in_columns(case: Case, columns: torch.Tensor) -> Case:
-    """The same call for a head of some columns in another order."""
+    """Return the same call for a head with the given columns, in their order."""
     return case | {"logits": case["logits"][:, columns], "column_ids": columns}
 
 
 def test_a_permuted_head_draws_the_same_ids() -> None:
     case = full_case(300, 3)
-    # Values that are drawn from are then summed in another order: nothing is near a threshold.
+    # The filters then sum in another order: no value may lie near a threshold.
     columns = torch.randperm(300)
     assert_same_bits(draw(in_columns(case, columns)), draw(case))
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_chain_samples_as_a_window_does(is_cut: bool) -> None:
-    """A window; rows alone whose drafts stand before them; rows alone with tables that hold the drafts."""
+    """Three routes: a window; single rows with the drafts before them; single rows with the drafts in the
+    tables."""
     case = full_case(300, 4)
     if is_cut:
         case = in_columns(case, torch.randperm(300)[:120])
@@ -294,7 +295,8 @@ def test_a_chain_samples_as_a_window_does(is_cut: bool) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 3.0, torch.inf, -torch.inf, torch.nan])
 def test_greedy_rows_on_a_cpu_are_those_of_the_specification(value: float) -> None:
-    """Ties, a row with nothing to draw, one that is not finite, alone and beside one that is not greedy."""
+    """Rows with ties, with nothing to draw and with a value not finite, alone and beside a row that is not
+    greedy."""
     logits = torch.randn(6, 50)
     logits[:, 7] = logits[:, 3] = 4.0
     logits[2, 5], logits[4] = value, -torch.inf
@@ -378,10 +380,10 @@ def test_kernel_searches_flat_rows_in_interpreter(interpreter: None) -> None:
     assert torch.equal(token, sample.reference(*arguments(case))[0])
 
 
-def test_kernel_searches_rows_whose_peak_stands_apart_in_interpreter(
+def test_kernel_searches_rows_with_a_distant_peak_in_interpreter(
     interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The threshold is then in the lowest quarter of the first interval, beside more values than a chunk."""
+    """The threshold lies in the lowest quarter of the first interval, which has more values than a chunk."""
     from compiled_mtp.ops.sample import kernel
 
     rows, vocab = 4, 12288
@@ -456,7 +458,7 @@ def test_rows_are_those_of_whole_requests() -> None:
 
 
 def test_eight_tokens_have_their_probabilities_with_every_processor() -> None:
-    """20,000 draws a setting, neighbours in one call, each on two rows of a window: chi-square p > 0.001."""
+    """20,000 draws per setting, neighbours in one call, each in two rows of a window: chi-square p > 0.001"""
     settings: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.02},

@@ -63,7 +63,8 @@ def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype, rtol: floa
 
 
 def test_quantised_is_one_after_the_other(interpreter: None) -> None:
-    """To the bit, the operator and its kernel, on rows of any stride."""
+    """The operator and its kernel give the bits of the product and then the quantisation, for rows of any
+    stride."""
     for dtype, width in ((torch.bfloat16, 1152), (torch.float32, 128)):
         wide = torch.randn(3, 2 * width + 8, dtype=dtype)
         wide[:, 2 * width :] = float("nan")

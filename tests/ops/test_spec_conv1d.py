@@ -34,7 +34,8 @@ SHAPES = (Shape(2, 4, 16, 16), Shape(1, 3, 32, 16), Shape(3, 6, 16, 32))
 def arguments(
     shape: Shape, requests: int, query_len: int, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[Any, ...]:
-    """Requests whose rings hold real rows, at positions 0, 1, 2, 3 and beyond; the last one is padding."""
+    """Return requests whose rings hold real rows, at positions 0, 1, 2, 3 and later; the last request is
+    padding."""
     layer, cache = make_layer(shape, dtype), make_cache(shape, requests + 1, 16, dtype)
     proj = make_proj(shape, requests * query_len, dtype, seed, padding=4)
     cache.conv_ring.copy_(torch.randn(cache.conv_ring.shape, generator=torch.Generator().manual_seed(9)))
@@ -136,7 +137,7 @@ def test_the_cpu_computes_the_specification(requests: int, query_len: int, dtype
         check_equal(spec_conv1d, spec_conv1d.reference, args, rtol=3e-6, atol=1e-6, mutated=(4,))
 
 
-def test_gates_may_stand_apart() -> None:
+def test_gates_may_be_a_tensor_of_their_own() -> None:
     shape = SHAPES[0]
     args = arguments(shape, 3, 4, torch.bfloat16)
     num_gates = 2 * shape.dims[1]
@@ -180,7 +181,7 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
-    """Head dims that differ, a head count that is no power of two, positions 0 to 2, a padding request."""
+    """Unequal head dims, a head count that is no power of two, positions 0 to 2, a padding request."""
     args = arguments(Shape(1, 3, 32, 16), requests=4, query_len=2, dtype=dtype)
     check_launch(spec_conv1d, args, rtol=2e-6, atol=2e-6, mutated=(4,))
     proj, gates = gates_apart(args[0], args[0].shape[1] - 4 - 6, 6)
@@ -194,7 +195,7 @@ def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
 def test_programs_of_a_window_have_the_bits_of_those_of_a_row(
     interpreter: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, query_len: int
 ) -> None:
-    """Also of minus zero, before position 0 and behind it."""
+    """The bits include minus zero, before position 0 and after it."""
     pytest.importorskip("triton", reason="Triton exists on Linux only")
     from compiled_mtp.ops.spec_conv1d import kernel
 

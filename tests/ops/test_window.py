@@ -1,4 +1,4 @@
-"""read_window and accept_window: a round's rows, and its commit, against one request at a time."""
+"""read_window and accept_window: a round's rows and its commit, checked one request at a time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.ops.window_cases import (
     accept_arguments,
     cursors_of,
     history_of,
+    kv_index_of,
     make_slots,
     read_arguments,
-    slot_of,
 )
 
 ORDERS = ([1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0])
@@ -31,7 +31,7 @@ STEPS = range(8)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_window_is_the_last_token_and_its_drafts(mtp_step: int, order: list[int]) -> None:
     slots = make_slots(mtp_step, "cpu")
-    base, start, tokens, positions, kv_slots, sampled, table = read_window(
+    base, start, tokens, positions, kv_index, sampled, table = read_window(
         *read_arguments(slots, order, mtp_step)
     )
     assert start.tolist() == [int(slots["pos"][slot]) for slot in order]
@@ -41,9 +41,9 @@ def test_a_window_is_the_last_token_and_its_drafts(mtp_step: int, order: list[in
         for k in range(mtp_step + 1):
             row, wanted = request * (mtp_step + 1) + k, int(slots["pos"][slot]) + k
             token = slots["drafts"][slot, k - 1] if k else slots["last_token"][slot]
-            place = slot_of(slots["block_table"][slot].tolist(), wanted)
+            expected = kv_index_of(slots["block_table"][slot].tolist(), wanted)
             assert int(tokens[row]) == int(token)
-            assert (int(positions[row]), int(kv_slots[row])) == place
+            assert (int(positions[row]), int(kv_index[row])) == expected
             assert int(sampled[row]) == wanted + 1
 
 
@@ -57,7 +57,7 @@ def test_the_leading_right_drafts_are_committed(
     before = {name: tensor.clone() for name, tensor in slots.items()}
     window = read_window(*read_arguments(slots, order, mtp_step))
     arguments = accept_arguments(slots, window, order, mtp_step, hash_limit)
-    result, row, bonus, positions, kv_slots, chain, chain_slots = accept_window(*arguments)
+    result, row, bonus, positions, kv_index, chain, chain_slots = accept_window(*arguments)
     tokens, drawn = arguments[0].view(len(order), -1), arguments[1].view(len(order), -1)
     outcomes = arguments[2].view(len(order), -1).tolist()
     assert torch.equal(result[:, 2:], drawn)
@@ -89,10 +89,10 @@ def test_the_leading_right_drafts_are_committed(
         assert (int(slots["base"][slot]), int(slots["pos"][slot])) == (pos, pos + num_new)
         for k in range(mtp_step + 1):
             at = request * (mtp_step + 1) + k
-            assert (int(positions[at]), int(kv_slots[at])) == slot_of(table, pos + 1 + k)
+            assert (int(positions[at]), int(kv_index[at])) == kv_index_of(table, pos + 1 + k)
         for i in range(mtp_step):
-            place = slot_of(table, pos + num_new + 1 + i)
-            assert (int(chain[i, request]), int(chain_slots[i, request])) == place
+            expected = kv_index_of(table, pos + num_new + 1 + i)
+            assert (int(chain[i, request]), int(chain_slots[i, request])) == expected
     for slot in set(range(SLOTS)) - set(order):
         for name in ("base", "pos", "last_token"):
             assert slots[name][slot] == before[name][slot]
@@ -100,7 +100,8 @@ def test_the_leading_right_drafts_are_committed(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
-    """Every tensor of both, over requests at any stage, reserved blocks at any place, and all outcomes."""
+    """Compare every tensor of both, over requests at any stage, reserved blocks at any position, and all
+    outcomes."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -114,7 +115,7 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
     given["pos"][1:] = draw(0, END + 3, SLOTS - 1)
     given["block_table"][1:] = draw(-1, 4, SLOTS - 1, BLOCKS).to(torch.int32)
     given["features"] = draw(0, 64, SLOTS).to(torch.int32)
-    # Few ids, so that drafts are right and a token comes again.
+    # Few ids, so that some drafts are right and some tokens repeat.
     given["drafts"][1:] = draw(1, 3, *given["drafts"][1:].shape)
     sampled = draw(1, 3, batch * width)
     outcome = torch.tensor([DRAWN, DRAWN, DRAWN, NOT_FINITE, ALL_MASKED])[draw(0, 5, batch * width)]
@@ -125,15 +126,15 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
         sizes = (mtp_step, BLOCK_SIZE, END)
         window = read(index, cursors_of(slots), slots["drafts"], slots["block_table"], *sizes)
         drawn = (window.tokens, sampled, outcome.to(torch.uint8))
-        place = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
-        found.append([*window, *accept(*drawn, *place, *sizes, limit), *slots.values()])
+        commit = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
+        found.append([*window, *accept(*drawn, *commit, *sizes, limit), *slots.values()])
     for ours, expected in zip(*found, strict=True):
         assert ours.dtype == expected.dtype
         assert torch.equal(ours, expected)
 
 
-def test_hashes_of_neighbours_have_nothing_to_do_with_each_other() -> None:
-    """So that synthetic drafts are kept as a model's are: each with the same chance, whatever came before."""
+def test_hashes_of_neighbours_are_independent() -> None:
+    """Synthetic drafts are then accepted like a model's: each with the same chance, whatever came before."""
     positions = torch.arange(1, 60_001)
     is_kept, is_kept_beside = (position_hash(positions, slot) < 0.7 * 65536 for slot in (1, 2))
     assert abs(float((is_kept & is_kept_beside).float().mean()) - 0.49) < 0.012

@@ -1,4 +1,4 @@
-"""Slots at every stage of a request, and what read_window and accept_window make of them, one by one."""
+"""Slots at every stage of a request, and the arguments that read_window and accept_window get for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ HASH_LIMIT = 40000
 
 
 def make_slots(mtp_step: int, device: str) -> dict[str, torch.Tensor]:
-    """Row 0 is padding; the others stand at the beginning, in mid-text, at a block's edge, near `END`, and
-    before a block that is not reserved."""
+    """Return slots by name: row 0 is padding.
+
+    The others are at the beginning, in mid-text, at a block's edge, near `END`, and before a block that is
+    not reserved.
+    """
     generator = torch.Generator().manual_seed(mtp_step)
     pos = torch.tensor([0, 0, 3, 15, 16, 62, END - 1, END - 2, 30])
     ids = torch.randint(1, 50, (SLOTS, max(mtp_step, 1) + 1), generator=generator)
@@ -29,7 +32,7 @@ def make_slots(mtp_step: int, device: str) -> dict[str, torch.Tensor]:
         "last_token": ids[:, 0].clone(),
         "drafts": ids[:, 1:].clone(),
         "block_table": table.to(torch.int32),
-        # Slots without a history, and with one for either reason.
+        # Slots without a history, and slots that need one for penalties or bad words.
         "features": torch.tensor([0, 0, PENALTIES, BAD_WORDS, 0, 9, PENALTIES, 6, BAD_WORDS]).to(torch.int32),
         "output_counts": torch.randint(0, 4, (SLOTS, 80), generator=generator, dtype=torch.int32),
         "recent_ids": torch.full((SLOTS, RECENT_IDS), -1),
@@ -58,8 +61,10 @@ def accept_arguments(
     mtp_step: int,
     hash_limit: int | None = None,
 ) -> tuple[Any, ...]:
-    """Request b keeps b of its drafts, or all; samples past the first wrong draft may agree again. Row 2 b of
-    it, if there is one, cannot be drawn from."""
+    """Return arguments of accept_window: request b keeps b of its drafts, or all.
+
+    Samples after the first wrong draft may agree again. Row 2 b of request b, if there is one, has no token.
+    """
     device = window.pos.device
     batch = len(order)
     drawn = torch.full((batch, mtp_step + 1), 77, device=device)
@@ -73,13 +78,13 @@ def accept_arguments(
     broken = torch.where(request % 2 == 0, NOT_FINITE, ALL_MASKED)
     outcome = torch.where(rows == 2 * request % (mtp_step + 3), broken, DRAWN).to(torch.uint8)
     sampled = (window.tokens, drawn.flatten(), outcome.flatten())
-    place = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
+    commit = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
     limit = None if hash_limit is None else torch.tensor([hash_limit], device=device)
-    return (*sampled, *place, mtp_step, BLOCK_SIZE, END, limit)
+    return (*sampled, *commit, mtp_step, BLOCK_SIZE, END, limit)
 
 
-def slot_of(table: list[int], position: int) -> tuple[int, int]:
-    """Position and KV slot of a wanted position."""
+def kv_index_of(table: list[int], position: int) -> tuple[int, int]:
+    """Return the position, at most END - 1, and the KV index (-1: not written) of a wanted position."""
     inside = min(position, END - 1)
     block = table[inside // BLOCK_SIZE]
     is_written = position < END and block > 0

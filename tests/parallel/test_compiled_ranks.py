@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_tokens=60, temperature=0.8, seed=3, ignore_eos=True)
 
 
 def decode(directory: Path, **options: Any) -> tuple[list[int], set[int]]:
-    """The tokens of one request, and the depths that its rounds had."""
+    """Return the tokens of one request and the depths of its rounds."""
     sizes = {"device": "cpu", "block_size": 16, "prefill_chunk": 64, "max_model_len": 128, "num_blocks": 20}
     config = EngineConfig(model=directory, max_batch=1, num_threads=1, offload_gb=0.0, **(sizes | options))
     with Engine(config) as engine:

@@ -1,4 +1,4 @@
-"""A forked child of rank 0 ends nothing when it ends, and keeps nothing alive when it lives on."""
+"""A forked child of rank 0 ends no rank when it ends, and keeps no rank alive while it lives."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.checkpoints import write_checkpoint
 from tests.parallel.test_torchrun import OPTIONS, start
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is due after a rank is lost.
+# Seconds within which all processes must end after a rank is lost.
 MOST_S = 10.0
-# Its children: one that leaves as a script does, by every `finally` and `with`, and one that lives on.
+# Its children: one exits like a script, through every `finally` and `with`, and one goes on.
 SCRIPT = """
 import json, os, sys, time
 sys.path.insert(0, sys.argv[2])
@@ -63,7 +63,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Also one that has ended and waits to be asked how."""
+    """Return whether the process is gone; a zombie counts as gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -71,7 +71,7 @@ def is_gone(pid: int) -> bool:
 
 
 def check_forks(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Of a process that runs SCRIPT."""
+    """Check the forks of a process that runs SCRIPT."""
     assert process.stdout is not None
     refused, named = process.stdout.readline(), process.stdout.readline()
     try:
@@ -91,7 +91,7 @@ def check_forks(process: subprocess.Popen[str], tmp_path: Path) -> None:
         process.stdout.close()
 
 
-def test_ranks_end_with_rank_0_whatever_it_has_forked(directory: Path, tmp_path: Path) -> None:
+def test_ranks_end_with_rank_0_despite_its_forks(directory: Path, tmp_path: Path) -> None:
     config = json.dumps(OPTIONS | {"tensor_parallel": 2, "model": str(directory)})
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, config, str(ROOT)],
@@ -102,7 +102,7 @@ def test_ranks_end_with_rank_0_whatever_it_has_forked(directory: Path, tmp_path:
     check_forks(process, tmp_path)
 
 
-def test_so_do_those_of_torchrun(directory: Path, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_end_with_rank_0_despite_its_forks(directory: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     config = json.dumps(OPTIONS | {"tensor_parallel": 2, "model": str(directory)})

@@ -143,10 +143,10 @@ def test_an_interrupt_amid_a_message_leaves_the_ranks_in_step(
 
 @pytest.mark.usefixtures("short_ring")
 @pytest.mark.parametrize("call", [decode, Engine.close], ids=["guided", "close"])
-def test_a_rank_that_reads_no_message_is_given_up(
+def test_a_rank_that_reads_no_message_is_lost(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Engine], object]
 ) -> None:
-    """It reports that it lives, and no exchange waits for it."""
+    """It sends heartbeats, and no collective waits for it."""
     hang, limit = tmp_path / "hang", 2
     first, import_main, rest = ranks._CODE.rpartition("from compiled_mtp")
     monkeypatch.setattr(ranks, "_CODE", f"{first}{HANGING.format(hang=str(hang))}{import_main}{rest}")

@@ -17,7 +17,7 @@ import pytest
 
 from compiled_mtp.communicators import gloo
 from compiled_mtp.engine import Engine
-from compiled_mtp.parallel import patience, ranks
+from compiled_mtp.parallel import ranks, running_clock
 from compiled_mtp.parallel.ranks import RankError
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
@@ -32,7 +32,7 @@ import os, time
 import compiled_mtp.communicators.gloo as gloo
 gloo.STEP_S = {limit}
 import compiled_mtp.parallel.ranks as ranks
-ranks.ALIVE_S = 0.2
+ranks.HEARTBEAT_S = 0.2
 import compiled_mtp.runner.runner as runner
 run = runner.Runner.run
 def run_or_hang(self, plan):
@@ -132,7 +132,7 @@ def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
         engine.add_request(prompt_token_ids=prompt_of(5, 6, 300), params=LONG)
         outputs = engine.step()
         hold_interpreter()
-        # Once between steps, and once within one: the other rank waits in an exchange.
+        # Once between steps, and once within one: the other rank waits in a collective.
         threading.Thread(target=hold_interpreter, daemon=True).start()
         while not any(output.finish_reason for output in outputs):
             outputs = engine.step()
@@ -140,15 +140,15 @@ def test_a_held_interpreter_is_no_silence_and_a_hang_is_named(
         assert output.new_token_ids == wanted
         (tmp_path / "hang").touch()
         begin = time.monotonic()
-        with pytest.raises(RankError, match="got rank 1: it did not come to an exchange within 1 s; create"):
+        with pytest.raises(RankError, match="got rank 1: it did not enter a collective within 1 s; create"):
             engine.generate([prompt_of(5, 6, 300)], LONG)
         assert time.monotonic() - begin < MOST_S
 
 
 def test_a_pause_counts_as_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
-    clock = patience.RunningClock()
+    monkeypatch.setattr(running_clock.time, "monotonic", lambda: now[0])
+    clock = running_clock.RunningClock()
     for at, seconds in ((10.2, 0.2), (18.2, 0.6), (18.3, 0.7)):
         now[0] = at
-        assert clock.look() == pytest.approx(seconds)
+        assert clock.read() == pytest.approx(seconds)

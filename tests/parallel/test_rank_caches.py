@@ -21,7 +21,7 @@ from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.parallel import leader
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import thread_communicators
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {
@@ -154,18 +154,18 @@ def test_a_cache_of_another_number_of_ranks_is_refused_by_name(
         Engine(EngineConfig(**given))
 
 
-def test_an_open_program_exchanges_by_its_caller() -> None:
-    one, other = exchanges(1)[0], exchanges(1)[0]
+def test_an_unbound_program_uses_its_callers_communicator() -> None:
+    one, other = thread_communicators(1)[0], thread_communicators(1)[0]
     came: list[Communicator] = []
     for communicator in (one, other):
         communicator._gather = lambda x, communicator=communicator: came.append(communicator) or x[None]  # type: ignore
-    with one.left_open():
+    with one.unbound():
         number = one._number
 
     def program(x: torch.Tensor) -> Any:
         return torch.ops.compiled_mtp.gather(x, 1, number)
 
     x = torch.zeros(1)
-    one.calls(lambda x: (program(x), other.calls(program)(x), program(x)))(x)
+    one.bind(lambda x: (program(x), other.bind(program)(x), program(x)))(x)
     one.gather(x)
     assert came == [one, other, one, one]

@@ -1,4 +1,4 @@
-"""What the caller has told torch holds on every rank: one rank and two have the same log probabilities."""
+"""The caller's torch settings hold on every rank: one rank and two give the same log probabilities."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def disable_mkldnn() -> None:
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
-def test_settings_of_before_the_start_hold_on_every_rank(directory: Path) -> None:
-    """And what changes between two calls."""
+def test_settings_made_before_the_start_hold_on_every_rank(directory: Path) -> None:
+    """Settings that change between two calls hold too."""
     with engine_of(directory, 1) as engine:
         plain = decode(engine)
         set_precision()
@@ -83,7 +83,7 @@ def test_bfloat16_without_mkldnn_is_the_same_on_every_rank(directory: Path) -> N
 
 
 def test_a_rank_that_cannot_take_a_setting_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it takes the threads alone."""
+    """Here the rank takes only the thread settings."""
     first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
     code = (
         "import torch\nfrom compiled_mtp.runner.numeric_settings import NumericSettings\n"

@@ -26,13 +26,13 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.parallel import leader, ranks
-from compiled_mtp.parallel.leader import LeadRunner, _interrupts_wait
+from compiled_mtp.parallel.leader import LeadRunner, _delayed_interrupts
 from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import thread_communicators
 from tests.engines import prompt_of
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -112,7 +112,7 @@ def test_ranks_serve_until_one_is_killed(directory: Path) -> None:
 def test_a_rank_that_never_comes_is_named(directory: Path) -> None:
     ends_with(
         Engine(config_of(directory)),
-        r"got rank 1: (process \d+ was not heard of for 5 s|it did not come to an exchange within 7 s);",
+        r"got rank 1: (process \d+ sent no heartbeat for 5 s|it did not enter a collective within 7 s);",
         lambda pid: os.kill(pid, signal.SIGSTOP),
     )
 
@@ -225,7 +225,7 @@ class AloneRanks(Ranks):
         self._end = weakref.finalize(self, self._processes.end)
 
     def connect(self, own: Mapping[str, str]) -> Any:
-        return exchanges(1)[0]
+        return thread_communicators(1)[0]
 
     def wait_until_ready(self) -> None:
         pass
@@ -299,18 +299,18 @@ def test_what_kernels_missed_ends_the_engine(directory: Path, monkeypatch: pytes
     assert isinstance(engine.runner, LeadRunner)
 
     def check() -> None:
-        raise CommunicatorError("rank 1 did not come to an exchange within 7 s")
+        raise CommunicatorError("rank 1 did not enter a collective within 7 s")
 
     engine.runner._communicator.check = check  # type: ignore[method-assign]
     with pytest.raises(
-        RankError, match="CommunicatorError: rank 1 did not come to an exchange within 7 s; cr"
+        RankError, match="CommunicatorError: rank 1 did not enter a collective within 7 s; cr"
     ):
         engine.generate([prompt_of(5, 5, 300)], PARAMS)
     engine.close()
 
 
 def test_a_result_is_not_used_once_a_rank_is_lost(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange that was given up on the device ends, and says nothing: NCCL's."""
+    """NCCL's aborted collectives on a device end without an error."""
     monkeypatch.setattr(leader, "Ranks", AloneRanks)
     engine = Engine(config_of(directory))
     runner = engine.runner
@@ -318,7 +318,7 @@ def test_a_result_is_not_used_once_a_rank_is_lost(directory: Path, monkeypatch: 
     processes, read = runner._ranks._processes, runner._read
 
     def read_late(*arguments: Any) -> Any:
-        processes.give_up(Fault(1, "process 7 was ended by SIGKILL"))
+        processes.abort(Fault(1, "process 7 was ended by SIGKILL"))
         return read(*arguments)
 
     runner._read = read_late  # type: ignore[method-assign]
@@ -329,29 +329,29 @@ def test_a_result_is_not_used_once_a_rank_is_lost(directory: Path, monkeypatch: 
 
 
 class NeverReady:
-    """The event of a launch whose kernels wait for a rank until the exchange is given up: NCCL's."""
+    """The event of a launch whose kernels wait for a rank until the communicator is aborted: NCCL's."""
 
     def __init__(self) -> None:
-        self.given_up = threading.Event()
+        self.aborted = threading.Event()
 
     def record(self) -> None:
         pass
 
     def query(self) -> bool:
-        return self.given_up.is_set()
+        return self.aborted.is_set()
 
     def synchronize(self) -> None:
-        assert self.given_up.wait(20)
+        assert self.aborted.wait(20)
 
 
 @pytest.mark.parametrize(
     ("launched", "message"),
     [
-        (0, "got rank 1: it did not come to an exchange within 0 s: it has launched 0 of 1 plans; create"),
+        (0, "got rank 1: it did not enter a collective within 0 s: it has launched 0 of 1 plans; create"),
         (1, "got rank 0: its device was not done within 0 s, though every rank has launched the plan; cr"),
     ],
 )
-def test_a_step_that_a_device_never_ends_is_given_up(
+def test_a_step_that_a_device_never_ends_is_aborted(
     directory: Path, monkeypatch: pytest.MonkeyPatch, launched: int, message: str
 ) -> None:
     """Who is behind is known by what each rank said last."""
@@ -362,7 +362,7 @@ def test_a_step_that_a_device_never_ends_is_given_up(
     assert isinstance(runner, LeadRunner)
     processes, made = runner._ranks._processes, runner._make_buffer
     processes.communicator, processes.launched[1] = runner._communicator, launched
-    runner._communicator.give_up = ready.given_up.set  # type: ignore[method-assign]
+    runner._communicator.abort = ready.aborted.set  # type: ignore[method-assign]
     # As NCCL's.
     runner._communicator.waits_for_graphs = True
     monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(made(shape), ready=ready))
@@ -378,26 +378,26 @@ def test_a_step_that_a_device_never_ends_is_given_up(
     listener.join()
 
 
-def test_the_cause_of_a_failed_exchange_lies_elsewhere(
+def test_the_cause_of_a_failed_collective_is_another_rank(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the rank that has come less often than the others."""
     monkeypatch.setattr(ranks, "_CAUSE_S", 0.1)
     for counts, rank, text in (
-        ({1: 7, 2: 6, 3: 7}, 2, "it did not come to an exchange within 7 s"),
+        ({1: 7, 2: 6, 3: 7}, 2, "it did not enter a collective within 7 s"),
         ({1: 7, 2: 7, 3: 7}, 0, "CommunicatorError: timed out"),
     ):
         alone = AloneRanks(spec_of(config_of(directory, 4)))
         alone._processes.counts |= counts
-        assert alone.lose("CommunicatorError: timed out", 7) == Fault(rank, text)
+        assert alone.fail("CommunicatorError: timed out", 7) == Fault(rank, text)
     # What waits on a device for whoever is lost is told to end, since nobody will come.
-    communicator, told = exchanges(1)[0], list[str]()
-    communicator.give_up = lambda: told.append("give_up")  # type: ignore[method-assign]
+    communicator, told = thread_communicators(1)[0], list[str]()
+    communicator.abort = lambda: told.append("abort")  # type: ignore[method-assign]
     communicator.release = lambda: told.append("release")  # type: ignore[method-assign]
     alone = AloneRanks(spec_of(config_of(directory)))
     alone._processes.communicator = communicator
-    alone.lose("RuntimeError: bad")
-    assert told == ["give_up", "release"]
+    alone.fail("RuntimeError: bad")
+    assert told == ["abort", "release"]
     refusal = Fault(1, "model must be whole, got half; download it", is_refusal=True).error(2)
     assert isinstance(refusal, ValueError)
     assert str(refusal) == "rank 1: model must be whole, got half; download it"
@@ -413,17 +413,17 @@ def handled() -> Iterator[list[int]]:
 
 
 def test_a_second_interrupt_does_not_wait(handled: list[int]) -> None:
-    with _interrupts_wait():
+    with _delayed_interrupts():
         signal.raise_signal(signal.SIGINT)
         assert handled == []
         signal.raise_signal(signal.SIGINT)
         assert handled == [signal.SIGINT]
     assert handled == [signal.SIGINT] * 2
-    with _interrupts_wait():
+    with _delayed_interrupts():
         pass
     assert handled == [signal.SIGINT] * 2
     # Where signals do not arrive nothing is changed.
-    other = threading.Thread(target=lambda: _interrupts_wait().__enter__())
+    other = threading.Thread(target=lambda: _delayed_interrupts().__enter__())
     other.start()
     other.join()
     signal.raise_signal(signal.SIGINT)
@@ -524,10 +524,10 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
         (
             {},
             {"num_experts": 8, "moe_intermediate_size": 128},
-            "^moe_intermediate_size must be summed in 2 shares at least, got 1 of 128 columns; use fewer",
+            "^moe_intermediate_size must have at least 2 K splits, got 1 of 128 columns; use fewer",
         ),
         ({}, {"hidden_size": 129}, "^hidden_size must be a multiple of 2 ranks, got 129; use another number"),
-        ({}, {}, "^intermediate_size must be summed in 2 shares at least, got 1 of 192 columns; use fewer"),
+        ({}, {}, "^intermediate_size must have at least 2 K splits, got 1 of 192 columns; use fewer"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_do_is_refused(
@@ -551,7 +551,9 @@ def test_on_gpus_compiled_ranks_may_choose_depths(directory: Path, monkeypatch: 
     check_ranks(spec_of(config_of(directory, device="cuda", mtp_step="auto", compile="on"), model), None)
 
 
-def test_an_exchange_for_gpus_is_refused_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_for_gpus_is_refused_on_a_cpu(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(leader, "Ranks")
     with pytest.raises(ValueError, match=r"^exchange must be auto or gloo on a CPU, got nccl; leave it out"):
         Engine(config_of(directory, exchange="nccl"))

@@ -1,4 +1,4 @@
-"""No token depends on the number of ranks, nor does a bit of its log probability."""
+"""No token depends on the number of ranks, and neither does a bit of its log probability."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engines import prompt_of
 from tests.gguf_files import write_gguf
 
 SIZES: dict[str, Any] = {"num_q_heads": 4, "num_value_heads": 4}
-# Checkpoint, dtype, further options of the engine, and numbers of ranks.
+# Checkpoint, dtype, further engine options, and numbers of ranks.
 CASES = [
     ("dense-r4", "bfloat16", {"draft_vocab": 200}, (2, 4)),
     ("dense-r1-tied", "float32", {"kv_dtype": "float8_e4m3fn"}, (2, 4)),
@@ -30,7 +30,7 @@ CASES = [
     ("dense-w8a8", "bfloat16", {}, (4,)),
     ("moe-w8a8", "float32", {}, (2,)),
 ]
-# Of which ranks hold whole blocks and groups; rows are quantised in groups of 128.
+# Sizes of which ranks hold whole blocks and groups; rows are quantised in groups of 128.
 W8A8_SIZES: dict[str, dict[str, Any]] = {
     "next-w8a8": {"moe_intermediate_size": 256},
     "dense-w8a8": {"intermediate_size": 512, "num_value_heads": 4},
@@ -51,7 +51,8 @@ def write(directory: Path, name: str) -> Path:
 def decode(
     engine: Engine, lengths: tuple[int, ...] = LENGTHS, max_tokens: int = 9
 ) -> list[tuple[list[int], Any]]:
-    """Tokens and log probabilities of requests that run together; the shortest prompt's has the latter."""
+    """Return tokens and log probabilities of requests that run together; only the shortest prompt's has the
+    latter."""
     prompts = [prompt_of(length, length, 512) for length in lengths]
     params = [
         SamplingParams(
@@ -67,7 +68,7 @@ def decode(
 
 
 @pytest.mark.parametrize(("name", "dtype", "options", "worlds"), CASES, ids=[case[0] for case in CASES])
-def test_ranks_decode_what_one_does(
+def test_ranks_decode_like_one_rank(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     name: str,
@@ -84,12 +85,12 @@ def test_ranks_decode_what_one_does(
     for world in worlds:
         with engine_of(directory, world, dtype=dtype, **options) as engine:
             assert decode(engine) == wanted, world
-            # Alone, and behind what the first run has left of its prompt.
+            # Alone, and resuming from the first run's prefix.
             assert decode(engine, LENGTHS[:1]) == wanted[:1], world
             assert engine.stats().prefix_hits > 0
             runner = engine.runner
             assert isinstance(runner, ThreadRunner)
-        # Closed, so that nobody is still at work.
+        # Closed, so that no thread of it is still at work.
         own = runner.step.slots
         assert own.drafts.any()
         if name == "dense-r1-tied" and "fbgemm" in torch.backends.quantized.supported_engines:
@@ -122,7 +123,7 @@ def test_a_bfloat16_gguf_file_on_ranks_gives_the_tokens_of_its_checkpoint(tmp_pa
 
 
 @pytest.mark.parametrize(("name", "world"), [("dense-r4", 4), ("next-w8a8", 2), ("moe-mixed", 2)])
-def test_eight_requests_on_ranks_decode_what_each_does_on_one(tmp_path: Path, name: str, world: int) -> None:
+def test_eight_requests_on_ranks_decode_like_each_on_one_rank(tmp_path: Path, name: str, world: int) -> None:
     directory = write(tmp_path, name)
     lengths = (70, 5, 33, 21, 64, 8, 47, 16)
     options = {"dtype": "bfloat16", "max_batch": 8, "num_blocks": 80}
@@ -133,10 +134,11 @@ def test_eight_requests_on_ranks_decode_what_each_does_on_one(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", ["dense-r4", "next-fp8", "moe-mixed", "dense-w8a8", "moe-w8a8"])
-def test_prompts_may_have_rows_of_their_own(
+def test_prompts_may_have_other_shards_than_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As on GPUs, where a prompt's sums before a norm have no shares: rows of the weight, and all of x."""
+    """As on GPUs, where a prompt's sums before a norm have no K splits: a rank has rows of the weight and all
+    of x."""
     directory, options = write(tmp_path, name), {"dtype": "bfloat16"}
     if name == "next-fp8":
         options["weight_recipe"] = "w8a16"
@@ -151,16 +153,18 @@ def test_prompts_may_have_rows_of_their_own(
             columns = held[name.replace("prompt_weight", "weight")]
             assert held[name].shape == (columns.shape[0] // 2, columns.shape[1] * 2)
         stacks = [held[name] for name in held if name.endswith("ffn.prompt_down")]
-        # Of quantised rows down itself is cut so.
+        # With quantised rows, down itself is cut like this.
         assert bool(stacks) == (directory.name in ("moe-mixed", "next-fp8"))
         assert all(stack.shape == (9, 64, 64) for stack in stacks)
         assert decode(engine) == wanted
 
 
 def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are there for three prompts, not for their tokens: some leave to host memory, on every rank.
+    """Blocks suffice for three prompts, not for their tokens: some requests move to host memory on every
+    rank.
 
-    Rank 0 plans by its own copies; on a GPU another's are not complete with them, so its launches wait.
+    Rank 0 plans by its own copies. On a GPU another rank's copies may end later, so its launches wait for
+    them.
     """
     directory, lengths = write(tmp_path, "dense-r1-tied"), (17, 18, 20)
     with engine_of(directory, 1) as engine:
@@ -182,8 +186,8 @@ def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         runner = engine.runner
         assert isinstance(runner, ThreadRunner)
     assert offloads > 0
-    # Of the memory that they share.
+    # Each rank gets half of prefix_cache_gb.
     assert shares == [1 << 28] * 2
     assert runner.moves._copy_streams["host"] not in held
-    # On the way out and back.
+    # To the host and back.
     assert held.count(runner.followers[0].moves._copy_streams["host"]) >= 2 * offloads

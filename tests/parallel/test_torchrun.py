@@ -143,7 +143,7 @@ def test_a_killed_rank_ends_a_script(directory: Path, wanted: list[list[int]], t
     assert time.monotonic() - begin < MOST_S
     assert process.returncode == 1
     assert "was not killed" not in rest
-    assert f"got rank 1: process {pids['1']} ended, torchrun says how; create the engine again" in said
+    assert f"got rank 1: process {pids['1']} ended, see torchrun's output; create the engine again" in said
     for pid in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -163,7 +163,9 @@ def test_its_processes_are_the_ranks(
 ) -> None:
     told(monkeypatch, tmp_path)
     assert EngineConfig(tensor_parallel=2).tensor_parallel == 2
-    message = "^tensor_parallel must be 2, the processes that torchrun has started, got {}; give --nproc"
+    message = (
+        "^tensor_parallel must be 2, the number of processes that torchrun started, got {}; give --nproc"
+    )
     with pytest.raises(ValueError, match=message.format(4)):
         EngineConfig(tensor_parallel=4)
     # Engines of a script's own, one a process, are its own affair.
@@ -188,25 +190,25 @@ def test_its_processes_are_the_ranks(
 
 
 def test_who_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "MEET_S", 0.1)
+    monkeypatch.setattr(torchrun, "RENDEZVOUS_S", 0.1)
     told(monkeypatch, tmp_path, RANK=1)
     with pytest.raises(ValueError, match=r"^rank 0 must create an engine within 0 s, got none; let every"):
         follower.follow_rank_0()
     launch = told(monkeypatch, tmp_path)
     follower.follow_rank_0()
-    meeting = torchrun.Meeting(launch)
-    order: Any = None
+    rendezvous = torchrun.Rendezvous(launch)
+    job: Any = None
     with pytest.raises(
         ValueError, match=r"^ranks must all create the engine within 0 s, got none from \[1\]"
     ):
-        meeting.join(order)
-    meeting.dismiss()
+        rendezvous.join(job)
+    rendezvous.dismiss()
     torchrun.folder_of(launch).chmod(0o777)
-    with pytest.raises(ValueError, match=r"^TMPDIR must be a folder where nobody else writes for you, got"):
-        torchrun.Meeting(launch)
+    with pytest.raises(ValueError, match=r"^TMPDIR must hold a folder that only you may access, got"):
+        torchrun.Rendezvous(launch)
 
 
-class Order:
+class Job:
     """As much of one as is sent."""
 
     plans, wake, report = 0, 1, 2
@@ -219,8 +221,8 @@ def joined(monkeypatch: pytest.MonkeyPatch, code: str) -> tuple[torchrun.JoinedR
     code = f"import socket, time; end = socket.socket(fileno={other.fileno()}); {code}"
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[other.fileno()])
     other.close()
-    order: Any = Order()
-    return torchrun.JoinedRank(own, process.pid, order), process
+    job: Any = Job()
+    return torchrun.JoinedRank(own, process.pid, job), process
 
 
 def test_a_rank_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Replicas that say what they are told, in rounds of any size, and die when they are told to."""
+"""Scripted replicas: they send given outputs in rounds of any size and die on command."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ PROMPT = [1, 2, 3]
 
 
 def entry(token_id: int) -> TokenLogprob:
-    """A token's log probability."""
+    """Return the log probability of a token."""
     return TokenLogprob(token_id, b"", -token_id / 8, 1, ())
 
 
 @dataclass
 class Truth:
-    """What a choice says in all: each output is a round whose drafts were all kept, and one more that was
-    not, -1. `shown[k]` characters of the text and `told[k]` entries are out after k
-    tokens; the rest comes with the end."""
+    """All that a choice sends.
+
+    Each output is a round: all of its drafts were accepted except a last one, -1. After k tokens `shown[k]`
+    characters of the text and `told[k]` entries are sent; the others come with the end.
+    """
 
     token_ids: list[int]
     text: str
@@ -38,7 +40,7 @@ class Truth:
     has_drafts: bool = False
 
     def output(self, index: int, start: int, end: int) -> RequestOutput:
-        """Tokens `start` to `end`; with the last one, the end."""
+        """Return the output of tokens `start` to `end`; the last one has the finish reason."""
         is_last = end == len(self.token_ids)
         logprobs = None
         if self.told is not None:
@@ -63,8 +65,11 @@ class Truth:
 
 @dataclass
 class Replica:
-    """Says every choice's truth in rounds of its own sizes; after `dies_after` outputs it is dead, or, if it
-    hangs, says nothing more. Before each output it says `beats` times, `beat_s` apart, that it lives."""
+    """Sends every choice's `Truth` in rounds of its own sizes.
+
+    After `dies_after` outputs it dies or, if it hangs, sends nothing more. Before each output it sends
+    `beats` heartbeats, `beat_s` seconds apart.
+    """
 
     name: str
     truths: Sequence[Truth]
@@ -80,7 +85,7 @@ class Replica:
     num_open: int = 0
 
     async def decode(self, call: Call) -> AsyncIterator[Message]:
-        """As EngineReplica does."""
+        """Decode as EngineReplica does."""
         self.calls.append(call)
         self.num_open += 1
         try:
@@ -118,7 +123,7 @@ class Replica:
 def make_engine(
     route: Callable[[Call], Replica], metrics: ReplicaMetrics | None = None, **options: Any
 ) -> ReplicatedEngine:
-    """An engine whose calls go where `route` says."""
+    """Return an engine whose calls go to the replica that `route` returns."""
     limits = RelayLimits(
         options.pop("max_failovers", 3),
         options.pop("start_timeout_s", 5.0),
@@ -137,12 +142,12 @@ def make_engine(
 
 
 def in_turn(*replicas: Replica) -> Callable[[Call], Replica]:
-    """A route: each call goes to the next replica, the last one has the rest."""
+    """Return a route: each call goes to the next replica, and all later calls go to the last one."""
     left = list(replicas)
     return lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
 async def read(engine: ReplicatedEngine, **request: Any) -> list[RequestOutput]:
-    """All outputs of a request."""
+    """Return all outputs of a request."""
     (stream,) = await engine.add_all([{"prompt_token_ids": PROMPT, **request}])
     return [output async for output in stream]

@@ -1,4 +1,4 @@
-"""Every metric that docs/grafana.json and docs/replicas.md name is one that is there to be read."""
+"""Every metric that docs/grafana.json and docs/replicas.md name exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = (DOCS / "replicas.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def names() -> set[str]:
-    """Names on /metrics of the service over replicas, and those that Ray's port has of them."""
+    """Return the names on the replicated service's /metrics, and their names on Ray's port."""
     metrics = ReplicaMetrics()
     engine = ScriptedEngine(Tokenizer(CHECKPOINT))
     engine.say("a text")
@@ -36,7 +36,7 @@ def names() -> set[str]:
             if family.type == "gauge":
                 ray.add(f"ray_{sample.name}")
             elif not sample.name.endswith("_bucket"):
-                # Ray ends the name of every counter so.
+                # Ray appends this to the name of every counter.
                 ray.add(f"ray_{sample.name.removesuffix('_total')}_total")
     return found | ray
 
@@ -62,7 +62,7 @@ def test_the_dashboard(names: set[str]) -> None:
 def test_it_shows_what_there_is(names: set[str]) -> None:
     shown = named(json.dumps(DASHBOARD))
     own = {n for n in names if re.fullmatch(r"compiled_mtp_(?!engine_).*_total", n)}
-    # Rounds by depth are there for mtp_step auto alone.
+    # Rounds by depth exist only with mtp_step auto.
     assert own - shown <= {"compiled_mtp_rounds_total"}
 
 

@@ -1,4 +1,4 @@
-"""A stream whose replica dies goes on as if nothing had happened, however it was cut."""
+"""A stream whose replica dies continues without a difference, wherever the replica's rounds end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.replicas.scripted import PROMPT, Replica, Truth, entry, in_turn, make
 
 @st.composite
 def truths(draw: st.DrawFn) -> Truth:
-    """Tokens with any text, characters and entries held back for as long as one likes."""
+    """Tokens with any text; characters and entries may be held back for any number of tokens."""
     token_ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=20))
     text = draw(st.text("abc é", max_size=40))
     places = st.lists(st.integers(0, len(text)), min_size=len(token_ids), max_size=len(token_ids))
@@ -40,7 +40,7 @@ def truths(draw: st.DrawFn) -> Truth:
 
 
 def joined(outputs: Sequence[RequestOutput], index: int) -> tuple[Any, ...]:
-    """What a client makes of one choice."""
+    """One choice as a client joins it."""
     own = [one for one in outputs if one.index == index]
     entries = [e for one in own for e in one.logprobs or ()]
     of_prompt = [one.prompt_logprobs for one in own if one.prompt_logprobs is not None]
@@ -66,7 +66,7 @@ def test_streams_do_not_notice_deaths(choices: list[Truth], deaths: list[int], s
     engine = make_engine(in_turn(*replicas), metrics)
     params = SamplingParams(n=len(choices), temperature=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        # A replica may die before it has said anything new: that is another test's.
+        # Another test covers replicas that die without a new token.
         patch.setattr("compiled_mtp.replicas.relay._MOST_FRUITLESS", 9)
         outputs = asyncio.run(read(engine, params=params))
     for index, truth in enumerate(choices):
@@ -77,14 +77,14 @@ def test_streams_do_not_notice_deaths(choices: list[Truth], deaths: list[int], s
         own = [one for one in outputs if one.index == index]
         last = own[-1]
         for one in own:
-            # The drafts that were kept are the first of the tokens that are new.
+            # The accepted drafts are the first of the new tokens.
             kept = len(one.new_token_ids) - 1
             rounds = [RoundDrafts([*one.new_token_ids[:kept], -1], kept)] if kept >= 0 else []
             assert one.drafts == (rounds if truth.has_drafts else None)
         assert last.metrics.output_tokens == len(truth.token_ids)
         assert last.metrics.prompt_tokens == len(PROMPT)
     used = [replica for replica in replicas if replica.calls]
-    # The seed was fixed before the first replica had the request, and each knows whom to leave out.
+    # The seed was set before the first replica had the request, and each call names the replicas to avoid.
     assert len({call.params.seed for replica in used for call in replica.calls}) == 1
     assert used[0].calls[0].params.seed is not None
     died = [replica.name for replica in used[:-1] if replica.dies_after]
@@ -132,7 +132,7 @@ def test_a_replica_that_always_fails_after_its_first_output_is_not_asked_for_eve
     with pytest.raises(ReplicasLostError, match="a new token from one of 2 replicas, got losses alone"):
         asyncio.run(read(make_engine(in_turn(alone))))
     assert len(alone.calls) == 2
-    # Each says one token more than the one before it, under one name: the losses are counted still.
+    # Each replica sends one token more than the one before it, under the same id: every loss still counts.
     alike = [replica("a", dies_after=n, most=1) for n in range(1, 6)]
     metrics = ReplicaMetrics()
     with pytest.raises(ReplicasLostError, match="by one of 3 replicas"):
@@ -143,7 +143,7 @@ def test_a_replica_that_always_fails_after_its_first_output_is_not_asked_for_eve
 
 def test_a_request_that_kills_engines_does_not_kill_them_all() -> None:
     deaths = [replica(name, dies_after=1, most=1) for name in "abcd"]
-    with pytest.raises(ReplicasLostError, match="or another request if this one always ends so"):
+    with pytest.raises(ReplicasLostError, match="or change the request if it always ends like this"):
         asyncio.run(read(make_engine(in_turn(*deaths))))
     assert [len(one.calls) for one in deaths] == [1, 1, 0, 0]
 
@@ -152,19 +152,21 @@ def test_what_is_refused_once_another_took_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("compiled_mtp.replicas.relay._PAUSE_S", 0.001)
     invalid = Refused("invalid", "top_k must be small, got 9; lower it", "b")
     engine = make_engine(in_turn(replica(dies_after=1), replica("b", refuses=invalid)))
-    with pytest.raises(ReplicasDifferError, match=r"must take the same requests, got .*top_k must be small"):
+    with pytest.raises(
+        ReplicasDifferError, match=r"must accept the same requests, got .*top_k must be small"
+    ):
         asyncio.run(read(engine))
-    # It was taken, so it waits for room though nothing was said yet.
+    # A replica had accepted the request, so it waits for room, though no output was sent.
     full = [replica("b", refuses=Refused("full", "no room", "b")) for _ in range(5)]
     engine = make_engine(in_turn(Mute("a", [ONE], random.Random(1)), *full, replica("c")))
     assert joined(asyncio.run(read(engine)), 0)[0] == ONE.token_ids
 
 
 class Mute(Replica):
-    """Takes a request and dies before it says anything."""
+    """Accepts a request and dies before its first output."""
 
     async def decode(self, call: Call) -> AsyncIterator[Message]:
-        """As EngineReplica does."""
+        """Decode as EngineReplica does."""
         self.calls.append(call)
         yield Accepted(self.name, self.identity)
         raise ConnectionError(f"{self.name} died")
@@ -202,7 +204,7 @@ def test_streams_that_end_with_an_error_are_counted_and_forgotten() -> None:
         asyncio.run(read(engine))
     assert metrics._last_s == {}
     assert 'requests_finished_total{reason="error"} 1.0' in metrics.text().decode()
-    # What was never taken is no request that finished.
+    # A request that no replica accepted does not count as finished.
     refused = replica(refuses=Refused("invalid", "no", "a"))
     with pytest.raises(ValueError, match="no"):
         asyncio.run(read(make_engine(in_turn(refused), metrics)))
@@ -225,7 +227,7 @@ def test_a_replica_of_another_kind_does_not_go_on() -> None:
     engine = make_engine(in_turn(replica(dies_after=1), replica("b", identity="other")))
     with pytest.raises(ReplicasDifferError, match="must be equal for a stream to go on, got 'other'"):
         asyncio.run(read(engine))
-    # Nothing was sent yet: the second one says it all.
+    # Nothing was delivered: the second replica sends all of it.
     engine = make_engine(in_turn(replica(dies_after=0), replica("b", identity="other")))
     assert joined(asyncio.run(read(engine)), 0)[0] == ONE.token_ids
 
@@ -239,7 +241,7 @@ def test_an_error_is_told_when_another_replica_says_it_too() -> None:
     assert outputs[-1].finish_reason == "error"
     assert outputs[-1].error == "it failed"
     assert joined(outputs, 0)[0] == ONE.token_ids
-    # Nobody else may be asked.
+    # The request may not restart.
     alone = replica(truth=failing)
     outputs = asyncio.run(read(make_engine(in_turn(alone), max_failovers=0)))
     assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "it failed")
@@ -301,7 +303,7 @@ def test_nobody_begins() -> None:
     text = metrics.text().decode()
     assert "compiled_mtp_failovers_total 0.0" in text
     assert "compiled_mtp_requests_lost_total 1.0" in text
-    # What one replica's refusals took, the wait for the next has no more.
+    # The time of one replica's refusals counts against the wait for the next.
     stopped = replica("b", refuses=Refused("stopped", "shutting down", "b"))
     engine = make_engine(in_turn(stopped, stopped, silent), start_timeout_s=0.6)
     start_s = time.monotonic()
@@ -321,7 +323,7 @@ def test_streams_do_not_notice_replicas_that_hang(truth: Truth, silences: list[i
         patch.setattr("compiled_mtp.replicas.relay._MOST_FRUITLESS", 9)
         outputs = asyncio.run(asyncio.wait_for(read(engine), 20))
     assert joined(outputs, 0)[:2] == (truth.token_ids, truth.text)
-    # A call that is given up is ended where it hangs.
+    # A call that timed out is closed at the replica where it hangs.
     assert [one.num_open for one in hanging] == [0] * len(hanging)
     assert engine.num_open == 0
 
@@ -329,7 +331,7 @@ def test_streams_do_not_notice_replicas_that_hang(truth: Truth, silences: list[i
 def test_a_silent_replica_is_named_when_no_other_goes_on() -> None:
     alone = replica("a", dies_after=3, most=1, hangs=True)
     engine = make_engine(in_turn(alone), silence_timeout_s=0.05, max_failovers=0)
-    with pytest.raises(ReplicasLostError, match=r"the last: 'it said nothing for 0\.05 s'"):
+    with pytest.raises(ReplicasLostError, match=r"the last: 'it sent nothing for 0\.05 s'"):
         asyncio.run(asyncio.wait_for(read(engine), 20))
 
 
@@ -339,7 +341,7 @@ def test_a_replica_that_says_that_it_lives_keeps_its_stream() -> None:
     outputs = asyncio.run(read(engine))
     assert joined(outputs, 0)[0] == ONE.token_ids
     assert len(slow.calls) == 1
-    # Beats are no outputs.
+    # Heartbeats are not outputs.
     assert all(one.new_token_ids or one.finish_reason for one in outputs)
 
 
@@ -351,7 +353,7 @@ def test_a_pause_of_the_ingress_is_no_silence_of_its_replicas() -> None:
         (stream,) = await engine.add_all([{"prompt_token_ids": PROMPT}])
         for _ in range(3):
             await asyncio.sleep(0.015)
-            # As long as it lasts nothing here runs, whatever replicas have said.
+            # Block the event loop: it cannot read what replicas send meanwhile.
             time.sleep(0.5)
         return [output async for output in stream]
 

@@ -1,4 +1,4 @@
-"""The service over replicas, as the ingress has it but for Ray: of two engines in one process one dies."""
+"""The ingress's service over replicas, without Ray: one of two engines in one process dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from compiled_mtp.async_engine import AsyncEngine
 from compiled_mtp.frontend.tokenizer import Tokenizer
-from compiled_mtp.replicas.connection import SentConnection, WithConnection
+from compiled_mtp.replicas.connection import BufferedConnection, WithConnection
 from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
 from compiled_mtp.replicas.messages import Call, Message, Refused
@@ -46,7 +46,7 @@ def scripted(chunk: int, dies_after: int | None = None) -> ScriptedEngine:
 
 
 class Replicas:
-    """Two engines in one process; calls go to the first that they do not avoid."""
+    """Two engines in one process; a call goes to the first that it does not avoid."""
 
     def __init__(
         self, *engines: ScriptedEngine, step_timeout_s: float = 300.0, silence_timeout_s: float = 30.0
@@ -77,7 +77,7 @@ class Replicas:
 
 
 async def ask(app: Any, path: str, body: Any = None) -> tuple[int, bytes, bool]:
-    """Status and body of an answer, and whether it came to its end."""
+    """Return an answer's status and body, and whether it ended properly."""
     content, sent = json.dumps(body).encode(), []
     messages = [{"type": "http.request", "body": content, "more_body": False}]
 
@@ -128,7 +128,7 @@ def test_a_streaming_client_does_not_notice(caplog: pytest.LogCaptureFixture) ->
         assert body.endswith(b"data: [DONE]\n\n")
         _, said, _ = await ask(app, "/metrics")
         assert b"compiled_mtp_failovers_total 1.0" in said
-        # What runs already has nothing to say in the place of an engine that is gone.
+        # A running request gets no answer from an engine that has ended.
         replicas.engines["r1"].close()
         status, body, _ = await ask(app, "/v1/completions", base)
         assert status == 503
@@ -141,7 +141,7 @@ def test_a_streaming_client_does_not_notice(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_replica_whose_step_hangs_loses_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_mtp.replicas.decoding._BEAT_S", 0.05)
+    monkeypatch.setattr("compiled_mtp.replicas.decoding._HEARTBEAT_S", 0.05)
     may_step = threading.Event()
     hanging, other = scripted(2), scripted(3)
     num_steps = 0
@@ -162,7 +162,7 @@ def test_a_replica_whose_step_hangs_loses_its_streams(monkeypatch: pytest.Monkey
             async for output in stream:
                 found += output.new_token_ids
         assert replicas.engines["r0"].status == "hung"
-        # It is asked no more, nor does it take what comes to it.
+        # The relay sends it no further calls, and it refuses calls that reach it.
         said = [
             one async for one in decode(replicas.engines["r0"], Call([1], SamplingParams(seed=1)), "r", "")
         ]
@@ -179,7 +179,7 @@ def test_a_replica_whose_step_hangs_loses_its_streams(monkeypatch: pytest.Monkey
 
 
 def test_a_slow_step_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_mtp.replicas.decoding._BEAT_S", 0.02)
+    monkeypatch.setattr("compiled_mtp.replicas.decoding._HEARTBEAT_S", 0.02)
     slow = scripted(8)
     slow.step_s = 0.6
     replicas = Replicas(slow, silence_timeout_s=0.3)
@@ -255,7 +255,7 @@ def test_stats_are_sums() -> None:
     assert "compiled_mtp_requests_unrouted 3.0" in text
     assert "compiled_mtp_replicas 2.0" in text
     assert 'compiled_mtp_rounds_total{depth="3",why="best"} 10.0' in text
-    # None is left: nothing runs, and what waits waits here.
+    # Without replicas nothing runs, and requests wait in the ingress.
     metrics.set_replicas([], num_unrouted=7)
     text = metrics.text().decode().splitlines()
     assert "compiled_mtp_replicas 0.0" in text
@@ -273,7 +273,7 @@ def test_a_connection_keeps_the_order_and_knows_when_it_is_full() -> None:
             await gate.wait()
             sent.append(message)
 
-        connection = SentConnection(send)
+        connection = BufferedConnection(send)
         assert connection.write(b"a")
         assert connection.write(b"b")
         assert not connection.write(b"c" * 70_000)
@@ -299,14 +299,14 @@ def test_a_failing_send_is_told() -> None:
         async def send(message: Any) -> None:
             raise OSError("the client is gone")
 
-        connection = SentConnection(send)
+        connection = BufferedConnection(send)
         connection.write(b"a" * 70_000)
         with pytest.raises(OSError, match="gone"):
             await connection.wait_for_room()
-        # It had taken the parts when nobody waited: whoever comes next is told.
+        # The error comes while no call waits, so the next call raises it.
         unseen: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        connection = SentConnection(send)
+        connection = BufferedConnection(send)
         connection.write(b"a")
         for _ in range(3):
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Two replicas on Ray Serve under load (`make replicas`): no stream notices that one dies, comes or goes."""
+"""Two replicas on Ray Serve under load (`make replicas`): streams go on when one dies, starts or ends."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def free_port() -> int:
 
 
 class Served:
-    """The service: its address, and what Ray knows of it."""
+    """The service on Ray: its address and its deployments."""
 
     def __init__(self, port: int, metrics_port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
 
     def deploy(self, num_replicas: int) -> None:
-        """What `serve deploy` does with a file."""
+        """Deploy as `serve deploy` does with a file."""
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
@@ -65,7 +65,7 @@ class Served:
         _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
 
     def describe(self) -> list[dict[str, Any]]:
-        """What every replica says of itself."""
+        """Return the stats of every replica."""
         from ray import serve
 
         handle = serve.get_deployment_handle("Engine", "mtp")
@@ -73,7 +73,7 @@ class Served:
         return [one for one in said if isinstance(one, dict)]
 
     def wait_for(self, num_replicas: int, *, without: Sequence[int] = ()) -> list[dict[str, Any]]:
-        """Until so many replicas answer, none of them a process of `without`."""
+        """Wait until so many replicas answer, none of them a process in `without`."""
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with contextlib.suppress(Exception):
@@ -84,14 +84,14 @@ class Served:
         raise AssertionError(f"there never were {num_replicas} replicas")
 
     def metric(self, name: str) -> float:
-        """A number of the ingress's /metrics."""
+        """Return a value of the ingress's /metrics."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(f"{name} ")))
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    # Ray replaces a proxy that is not ready after 5 s, on a busy machine again and again. Read at its import.
+    # Ray replaces a proxy that is not ready after 5 s, on a busy machine repeatedly. It reads this at import.
     patience = {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
     os.environ |= {"PYTHONPATH": str(ROOT), **patience}
     import ray
@@ -139,7 +139,7 @@ def body_of(index: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[list[int], str]]:
-    """What one engine says."""
+    """Return the outputs of one engine."""
     from compiled_mtp import Engine, EngineConfig
 
     bodies = [body_of(index) for index in range(NUM_REQUESTS)]
@@ -172,7 +172,7 @@ def check(samples: Sequence[Any], expected: Sequence[tuple[list[int], str]]) -> 
 
 
 async def until_tokens(served: Served, client: httpx.AsyncClient, num_tokens: float) -> None:
-    """Until so many more tokens have been delivered."""
+    """Wait until so many more tokens have been delivered."""
 
     async def count() -> float:
         lines = (await client.get("/metrics")).text.splitlines()
@@ -206,7 +206,7 @@ def test_one_is_alive_and_silent(served: Served, expected: Any) -> None:
     async def run() -> list[Any]:
         bodies = [body_of(index) for index in range(num_requests)]
         async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
-            # All of them are on their way before it stops.
+            # All requests are sent before the replica stops.
             running = tool.run_load(client, bodies, concurrency=num_requests, rate=None, seed=0)
             task = asyncio.create_task(running)
             await until_tokens(served, client, 150)
@@ -225,7 +225,7 @@ def test_one_is_alive_and_silent(served: Served, expected: Any) -> None:
 
 def test_two_replicas_of_a_config_file_take_twice_as_many(served: Served) -> None:
     served.wait_for(2)
-    # More than one of them takes.
+    # More requests than one replica takes.
     bodies = [body_of(index) | {"max_tokens": 24} for index in range(20)]
 
     async def run() -> list[Any]:
@@ -243,7 +243,7 @@ def test_prompts_that_begin_alike_meet_what_is_cached(served: Served) -> None:
         body = {"model": MODEL, "prompt": f"{system}def f{index}(", "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=120).json()
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-    # By chance one of two replicas would be met anew once at least, but for one time in 16.
+    # With random routing at least one request would meet an empty cache in 15 of 16 runs.
     assert cached[0] == 0
     assert min(cached[1:]) >= 64
 
@@ -280,7 +280,7 @@ def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
 
 
 def running(served: Served) -> int:
-    """Requests that the engines decode."""
+    """Return the number of requests that the engines decode."""
     from ray import serve
 
     handle = serve.get_deployment_handle("Engine", "mtp")

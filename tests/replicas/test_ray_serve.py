@@ -1,4 +1,4 @@
-"""What the Ray application is made of, without Ray."""
+"""The parts of the Ray application, without Ray."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_argument_has_its_config() -> None:
     )
     assert settings.gpus == 0.5
     assert settings.autoscaling_config == {"min_replicas": 1, "max_replicas": 4}
-    # What the ingress makes again of what was given.
+    # The ingress builds equal configs from the arguments that it receives.
     again = ReplicaConfig(**settings.model_dump(exclude_unset=True))
     assert again == settings
     assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)
@@ -75,7 +75,10 @@ def test_each_argument_has_its_config() -> None:
     ("args", "message"),
     [
         ({"modle": "x"}, "args must name settings only, got modle; known are"),
-        ({"port": 1}, "args must leave out what is Ray's or secret, got port; set Ray's http_options.port"),
+        (
+            {"port": 1},
+            "args must leave out Ray's settings and secrets, got port; set Ray's http_options.port",
+        ),
         ({"api_key": "k"}, "got api_key; set COMPILED_MTP_SERVER_API_KEY where Ray runs"),
         ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0; raise it"),
         ({"autoscaling_config": "{"}, "autoscaling_config must be JSON on a command line"),
@@ -89,7 +92,7 @@ def test_each_argument_has_its_config() -> None:
             {"autoscaling_config": "{}", "replicas": 3},
             "replicas must be left out with autoscaling_config, got 3; set min_replicas",
         ),
-        ({"write_timeout_s": 3}, "got write_timeout_s; leave it out; Ray's proxy takes all"),
+        ({"write_timeout_s": 3}, "got write_timeout_s; leave it out; Ray's proxy buffers all"),
         ({"header_timeout_s": 3}, "got header_timeout_s; leave it out; Ray's proxy reads headers"),
         ({"seed": 3, "ingress_replicas": 2}, "seed must be left out with more than one ingress, got 3"),
         ({"mtp_step": 9}, "mtp_step must"),
@@ -109,15 +112,15 @@ def test_names_of_other_hosts_need_a_key(tmp_path: Path) -> None:
 
 
 def test_what_decides_tokens_is_the_same_for_all_replicas() -> None:
-    engine, gpus = ray_serve._place(ReplicaConfig(gpus=0, cpus=1), EngineConfig())
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(gpus=0, cpus=1), EngineConfig())
     assert (engine.device, engine.num_threads, gpus) == ("cpu", 1, 0)
     assert engine.model.is_absolute()
-    engine, gpus = ray_serve._place(ReplicaConfig(gpus=2), EngineConfig())
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(gpus=2), EngineConfig())
     assert (engine.device, engine.num_threads, gpus) == ("cuda", None, 2)
     with pytest.raises(ValueError, match="gpus must be above 0 with device=cuda, got 0"):
-        ray_serve._place(ReplicaConfig(gpus=0), EngineConfig(device="cuda"))
+        ray_serve._choose_devices(ReplicaConfig(gpus=0), EngineConfig(device="cuda"))
     with pytest.raises(ValueError, match="gpus must be 0 with device=cpu, got 1"):
-        ray_serve._place(ReplicaConfig(gpus=1), EngineConfig(device="cpu"))
+        ray_serve._choose_devices(ReplicaConfig(gpus=1), EngineConfig(device="cpu"))
 
 
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (8, "cuda")])
@@ -126,12 +129,12 @@ def test_a_gpu_each_where_the_cluster_has_some(
 ) -> None:
     ray = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"GPU": num_gpus})
     monkeypatch.setattr(ray_serve, "_import_ray", lambda _: ray)
-    engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig())
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(), EngineConfig())
     assert (engine.device, gpus) == (device, min(1, num_gpus))
-    # Every rank of an engine has a GPU of its own.
-    _, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(tensor_parallel=2))
+    # Every rank of an engine has its own GPU.
+    _, gpus = ray_serve._choose_devices(ReplicaConfig(), EngineConfig(tensor_parallel=2))
     assert gpus == 2 * min(1, num_gpus)
-    engine, gpus = ray_serve._place(ReplicaConfig(), EngineConfig(device="cpu"))
+    engine, gpus = ray_serve._choose_devices(ReplicaConfig(), EngineConfig(device="cpu"))
     assert (engine.device, gpus) == ("cpu", 0)
 
 
@@ -150,7 +153,7 @@ def test_a_proxy_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch, 
         ray_serve.Ingress(None, {}, server_fields, {}, has_keys=False)
 
     use(host)
-    with pytest.raises(ValueError, match=r"http_options\.host must be this machine's own without a key"):
+    with pytest.raises(ValueError, match=r"http_options\.host must be a loopback address without a key"):
         start()
     start(allow_anyone=True)
     with monkeypatch.context() as patch:
@@ -171,7 +174,7 @@ def test_settings_that_do_nothing_are_named(
     monkeypatch.setenv("COMPILED_MTP_SERVER_WRITE_TIMEOUT_S", "3")
     ray_serve.Ingress(None, {}, {"max_open": 3}, {}, has_keys=False)
     assert [one.getMessage() for one in caplog.records] == [
-        "write_timeout_s: given in the environment, and of no effect on Ray"
+        "write_timeout_s: set in the environment, without effect on Ray"
     ]
 
 
@@ -193,7 +196,7 @@ def test_looking_at_replicas_goes_on_whatever_they_say(caplog: pytest.LogCapture
     async def run() -> None:
         engine: Any = SimpleNamespace(num_unrouted=5)
         with pytest.raises(asyncio.CancelledError):
-            await ray_serve._look_at_replicas(ask, metrics, engine, 0.0)
+            await ray_serve._poll_replicas(ask, metrics, engine, 0.0)
 
     asyncio.run(run())
     assert len(shown) == 5
@@ -208,18 +211,18 @@ def test_an_ingress_that_ends_looks_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def run() -> None:
         ingress = ray_serve.Ingress(None, {}, {}, {}, has_keys=False)
-        ingress._looking = asyncio.create_task(asyncio.sleep(60))
-        looking = ingress._looking
+        ingress._watchers = asyncio.create_task(asyncio.sleep(60))
+        watchers = ingress._watchers
         ingress.__del__()
         with pytest.raises(asyncio.CancelledError):
-            await looking
+            await watchers
         assert ingress._gauges._is_closed.is_set()
 
     asyncio.run(run())
 
 
 def details(**deployments: Any) -> dict[str, Any]:
-    """What Ray tells of its applications, as its REST interface has it."""
+    """Return what Ray's REST interface reports about its applications."""
     return {"applications": {"other": {"deployments": {}}, "mtp": {"deployments": deployments}}}
 
 
@@ -227,7 +230,7 @@ def details(**deployments: Any) -> dict[str, Any]:
     ("engine", "most"),
     [
         ({"target_num_replicas": 2, "deployment_config": {"num_replicas": 2}}, 2),
-        # A bound, and where the scaler is within it.
+        # A bound, and the scaler's number within it.
         ({"target_num_replicas": 1, "deployment_config": {"autoscaling_config": {"max_replicas": 4}}}, 4),
         ({"target_num_replicas": 3, "deployment_config": {"num_replicas": 1}}, 3),
         ({"target_num_replicas": 0, "deployment_config": {"num_replicas": 0}}, 0),
@@ -265,7 +268,7 @@ def test_the_ingress_takes_what_the_replicas_of_a_config_file_take(caplog: pytes
     async def run() -> None:
         with pytest.raises(asyncio.CancelledError):
             await ray_serve._keep_bounds(count, engine, prompts, 12, 0.0)
-        # At rest it takes what one replica does, for the requests that start one.
+        # Idle, it takes as many requests as one replica: they make Ray start one.
         await engine.add_all([{"prompt_token_ids": [1]}] * 12)
         with pytest.raises(QueueFullError):
             await engine.add_all([{"prompt_token_ids": [1]}])
@@ -275,7 +278,7 @@ def test_the_ingress_takes_what_the_replicas_of_a_config_file_take(caplog: pytes
 
     asyncio.run(run())
     assert shown == [12, 24, 24, 24, 36, 12]
-    # Two failures in a row are one line.
+    # Two failures in a row are logged once.
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -336,7 +339,7 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(metadata, "version", missing)
         found.append(identity(config))
-    # What a caller has told torch, and with what it was built.
+    # torch's settings, and its build.
     settings = NumericSettings.read()
     for changed in ({"mkldnn_enabled": not settings.mkldnn_enabled}, {"float32_matmul_precision": "medium"}):
         told = dataclasses.replace(settings, **changed)
@@ -346,7 +349,7 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("torch.__config__.show", lambda: "another BLAS")
         found.append(identity(config))
-    # Of a GPU's replicas one may be on a machine with more cores.
+    # Replicas on GPUs may run on machines with different numbers of cores.
     on_gpu = identity(config, num_threads=None)
     more = dataclasses.replace(settings, num_threads=settings.num_threads + 1)
     with monkeypatch.context() as patch:
@@ -375,7 +378,7 @@ def fake_engine(model: Path, longest: int = 9, num_threads: int | None = 1) -> A
 
 
 def test_every_byte_of_a_checkpoint_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Parts and buffers of sizes that no file is a multiple of.
+    # No file's size is a multiple of the part's or the buffer's size.
     monkeypatch.setattr("compiled_mtp.replicas.identity._PART_BYTES", 700)
     monkeypatch.setattr("compiled_mtp.replicas.identity._BUFFER_BYTES", 96)
     sizes = {"model-1.safetensors": 2000, "model-2.safetensors": 700, "config.json": 1, "empty.json": 0}
@@ -394,7 +397,7 @@ def test_every_byte_of_a_checkpoint_decides(tmp_path: Path, monkeypatch: pytest.
             content[name] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if data else b"x"
             found.append(digest())
         content[name] = data
-    # A byte that moves from one file to the next, and two files that change names.
+    # Move a byte from one file to the next, and exchange the names of two files.
     one, two = content["model-1.safetensors"], content["model-2.safetensors"]
     content |= {"model-1.safetensors": one[:-1], "model-2.safetensors": one[-1:] + two}
     found.append(digest())
@@ -408,19 +411,19 @@ def test_files_that_change_while_they_are_loaded_are_refused(tmp_path: Path) -> 
     weights.write_bytes(b"old")
     loaded = list_files(tmp_path)
     time_ns = weights.stat().st_mtime_ns
-    changed = r"model must stay as it is while it is loaded, got \['model.safetensors'\] changed"
+    changed = r"model must not change while it is loaded, got changes of \['model.safetensors'\]"
 
     def check(loaded: Sequence[CheckpointFile]) -> None:
         with pytest.raises(ValueError, match=changed):
             identify(EngineConfig(device="cpu"), fake_engine(tmp_path), loaded)
 
-    # Another file of the same size at the same place, with the old one's time, as a copy would have it.
+    # Another file with the same path, size and mtime, as a copy makes it.
     other = tmp_path / "other"
     other.write_bytes(b"new")
     os.utime(other, ns=(time_ns, time_ns))
     other.rename(weights)
     check(loaded)
-    # The same file with other bytes and the old time, as a tool that syncs in place would have it.
+    # The same file with other bytes and the old mtime, as a tool that syncs in place makes it.
     loaded = list_files(tmp_path)
     weights.write_bytes(b"odd")
     os.utime(weights, ns=(time_ns, time_ns))
@@ -429,7 +432,7 @@ def test_files_that_change_while_they_are_loaded_are_refused(tmp_path: Path) -> 
     weights.unlink()
     check(loaded)
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"got \['config.json'\] changed; start the replica again"):
+    with pytest.raises(ValueError, match=r"got changes of \['config.json'\]; start the replica again"):
         identify(EngineConfig(device="cpu"), fake_engine(tmp_path), list_files(tmp_path)[1:])
 
 
@@ -455,7 +458,7 @@ def test_a_replica_knows_the_files_before_it_reads_one(
     name = "compiled_mtp.frontend.processor.RequestProcessor.warm_up_grammars"
     monkeypatch.setattr(name, lambda frontend: warm.append(frontend))
     fields = EngineConfig(model=model, device="cpu").model_dump(mode="json")
-    with pytest.raises(ValueError, match=r"got \['config.json'\] changed"):
+    with pytest.raises(ValueError, match=r"got changes of \['config.json'\]"):
         ray_serve.EngineReplica(fields, 8, 8, 300.0)
     assert len(warm) == 1
     with pytest.raises(ValueError, match="missing"):
@@ -488,7 +491,7 @@ def test_a_replica_whose_step_hangs_is_unhealthy(tmp_path: Path) -> None:
 
 
 class FakeMetric:
-    """One of Ray's metrics: what was set or added, by tags."""
+    """One of Ray's metrics: records what was set or added, by tags."""
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
         self.name, self.tag_keys = name, tag_keys
@@ -518,7 +521,7 @@ def test_rays_metrics_follow_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         metrics.count((output,))
         metrics.on_failover()
-        gauges.tell()
+        gauges.report()
     assert made["compiled_mtp_output_tokens"].values == {(): 4.0}
     assert made["compiled_mtp_failovers"].values == {(): 2.0}
     assert made["compiled_mtp_requests_finished"].values == {("stop",): 2.0}

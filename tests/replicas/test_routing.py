@@ -1,4 +1,4 @@
-"""Which replica a prompt prefers."""
+"""The replica that a prompt prefers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def test_prompts_that_begin_alike_share_a_key() -> None:
     key = prefix_key([*shared, 1], chunk=64, num_chunks=2)
     assert key == prefix_key([*shared, 2, 3], chunk=64, num_chunks=2) is not None
     assert key != prefix_key([*shared[:-1], 0, 1], chunk=64, num_chunks=2)
-    # Caches of other salts hold nothing for it.
+    # Prompts of other salts share no cached prefix.
     assert key != prefix_key([*shared, 1], chunk=64, num_chunks=2, salt="s")
-    # Nothing of a prompt is cached unless a whole chunk lies before its last token.
+    # A prompt leaves nothing in the cache unless a whole chunk comes before its last token.
     assert prefix_key(shared, chunk=64, num_chunks=2) is None
     assert prefix_key([1, 2], chunk=64, num_chunks=1) is None
 

@@ -1,4 +1,4 @@
-"""Sampling parameters, stops, and what a request keeps of a window."""
+"""Sampling parameters, stops, and the tokens of a window that a request keeps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
         ({"guided_regex": 5}, r"^guided_regex must be a valid string, got 5; "),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
-            r"^guided_regex must be left out beside response_format, got both; ",
+            r"^guided_regex must be left out with response_format, got both; ",
         ),
         ({"tools": {"a": 1}}, r"^tools must be a valid list, got "),
         ({"tool_choice": 5}, r"^tool_choice.str must be a valid string, got 5; "),
@@ -112,7 +112,7 @@ def test_bad_parameter_is_refused_by_name_in_one_line(fields: dict[str, object],
 
 @pytest.mark.parametrize("name", ["temperature", "stop_token_ids", "seed", "logit_bias", "unknown" * 10**6])
 @pytest.mark.parametrize("value", ["x" * 5_000_000, ["x" * 5_000_000] * 3, "\x1b[2J\n" * 99, 10**4000])
-def test_what_a_caller_gave_is_told_short_and_on_one_printable_line(name: str, value: object) -> None:
+def test_a_callers_value_is_quoted_short_and_on_one_printable_line(name: str, value: object) -> None:
     with pytest.raises(ValueError, match="must") as error:
         SamplingParams(**{name: value})
     assert len(str(error.value)) < 1000
@@ -126,7 +126,7 @@ def test_a_quoted_value_is_short_and_printable(value: object) -> None:
     assert escape("\x07" * 50 + "a" * 50, 60).isprintable()
 
 
-def test_the_seeds_of_requests_are_apart_and_the_first_is_the_engines() -> None:
+def test_the_seeds_of_requests_differ_and_the_first_is_the_engines() -> None:
     seeds = [derive_seed(7, index) for index in range(1000)]
     assert seeds[0] == 7
     assert seeds == [derive_seed(7, index) for index in range(1000)]
@@ -135,7 +135,7 @@ def test_the_seeds_of_requests_are_apart_and_the_first_is_the_engines() -> None:
     assert set(seeds[1:]).isdisjoint(derive_seed(8, index) for index in range(1000))
 
 
-def test_many_long_stops_cost_little_a_token() -> None:
+def test_many_long_stops_cost_little_per_token() -> None:
     stops = StopStrings(["a" * 200 + str(index) for index in range(64)], include_stop=False)
     looks, advance = [0], stops._advance
 
@@ -164,7 +164,7 @@ def test_defaults_of_the_checkpoint_fill_only_what_the_caller_left_out() -> None
     assert SamplingParams().with_defaults({}) == SamplingParams()
 
 
-def test_every_default_of_a_checkpoint_is_obeyed_and_can_be_overridden() -> None:
+def test_every_default_of_a_checkpoint_applies_and_can_be_overridden() -> None:
     defaults = {"repetition_penalty": 1.05, "presence_penalty": 1.5, "frequency_penalty": 0.25}
     params = SamplingParams().with_defaults(defaults)
     assert {name: getattr(params, name) for name in defaults} == defaults
@@ -184,7 +184,7 @@ def test_min_tokens_delays_stop_ids_eos_and_stop_strings() -> None:
 
 
 def take(request: Request, *rounds: str) -> tuple[str, int, str | None]:
-    """The text and number of tokens that a request keeps of the rounds, and how it ended."""
+    """Return the text and the number of tokens that a request keeps of the rounds, and how it ended."""
     text = ""
     for tokens in rounds:
         assert request.finish_reason is None
@@ -193,7 +193,7 @@ def take(request: Request, *rounds: str) -> tuple[str, int, str | None]:
 
 
 class ScriptGuide:
-    """A grammar of one text; `is_broken`: after it nothing can be taken, else it ends there."""
+    """A grammar of one text; after it, it ends, or with `is_broken` can take no token."""
 
     def __init__(self, text: str, is_broken: bool = False) -> None:
         self.left, self.is_broken = text, is_broken
@@ -215,10 +215,10 @@ class ScriptGuide:
     ("guide", "fields", "rounds", "expected"),
     [
         (ScriptGuide("abcd"), {}, ("abc", "dzz"), ("abcd", 4, "stop")),
-        # Whatever min_tokens and ignore_eos say.
+        # Regardless of min_tokens and ignore_eos.
         (ScriptGuide("abe"), {"min_tokens": 50, "ignore_eos": True}, ("ab", "ez"), ("abe", 3, "stop")),
         (ScriptGuide("abc", is_broken=True), {}, ("ab", "cde"), ("abc", 3, "error")),
-        # What comes first counts.
+        # The first stop counts.
         (ScriptGuide("abc", is_broken=True), {"stop": ("b",)}, ("abcde",), ("a", 2, "stop")),
         (ScriptGuide("abc", is_broken=True), {"max_tokens": 3}, ("abcde",), ("abc", 3, "length")),
         (ScriptGuide("abc"), {"max_tokens": 3}, ("abcde",), ("abc", 3, "stop")),
@@ -235,7 +235,7 @@ def test_a_grammar_ends_its_request_token_by_token(
 
 
 def rows_of(tokens: str) -> RowLogprobs:
-    """Of token i the log probability -i, and the two likeliest."""
+    """Return log probability -i for token i, and the two most likely ids."""
     ids = list(map(ord, tokens))
     tops = [[i, i + 1, i + 2] for i in ids]
     return RowLogprobs(
@@ -277,7 +277,7 @@ def test_an_entry_for_each_token_comes_with_its_text(
         assert (entry.logprob, entry.bytes, len(entry.top)) == (-entry.token_id, bytes([entry.token_id]), 2)
 
 
-def test_nobody_gets_log_probabilities_unasked() -> None:
+def test_log_probabilities_come_only_on_request() -> None:
     request = make_request()
     request.append([65], None, 0.0)
     assert request.take_logprobs() is None
@@ -298,7 +298,7 @@ def test_request_refuses_an_empty_prompt_and_stops_without_a_tokenizer() -> None
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, int] | None:
-    """The obvious way: grow the text by a character until it ends with a stop."""
+    """Find the first stop the simple way: grow the text by a character until it ends with a stop."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -323,7 +323,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
         shown, seen = shown + new, seen + piece
         if is_found:
             break
-        # What is held back may be the beginning of a stop, and nothing else is held back.
+        # Only text that may begin a stop is held back.
         tails = [n for n in range(len(seen) + 1) if any(s.startswith(seen[len(seen) - n :]) for s in stops)]
         held = max((n for n in tails if n and any(n < len(s) for s in stops)), default=0)
         assert len(seen) - len(shown) <= held

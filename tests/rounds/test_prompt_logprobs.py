@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's own tokens: what transformers gives, and the same bits in any company."""
+"""Log probabilities of a prompt's own tokens: transformers' values, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fake_runner import FakeRunner, make_request, make_scheduler, step, st
 
 VOCAB = 512
 CHUNK = 64
-# tests/models/test_against_transformers.py measures it.
+# tests/models/test_against_transformers.py measures this error.
 TOLERANCE = 5e-4
 
 
@@ -63,7 +63,7 @@ def test_they_are_those_of_transformers_across_chunks(checkpoint: Path) -> None:
         order = [(-one.logprob, one.token_id) for one in entry.top]
         assert order == sorted(order)
         assert len(order) == 20
-        # Neighbours of a row may change places within the error, the ranks with them.
+        # Neighbours in a row may swap within the error, and their ranks with them.
         own = float(row[entry.token_id])
         least, most = (int((row > own + error).sum()) for error in (TOLERANCE, -TOLERANCE))
         assert least < entry.rank <= most
@@ -87,10 +87,10 @@ def alone(directory: Path, length: int) -> list[TokenLogprob]:
 
 
 @pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 1), (3, 0), (3, 1)])
-def test_they_are_the_same_to_the_bit_in_any_company_at_any_depth(
+def test_they_are_the_same_to_the_bit_in_any_batch_at_any_depth(
     checkpoint: Path, mtp_step: int, max_in_flight: int
 ) -> None:
-    """Beside requests that ask for other things, each of which has its tokens as without."""
+    """Beside requests with other options, each of which has the tokens that it has without them."""
     expected = [alone(checkpoint, length) for length in LENGTHS]
     fields = [{}, {"logprobs": 2}, {"temperature": 0}, {"logprobs_mode": "processed", "logprobs": 0}, {}, {}]
     prompts = [prompt_of(length, length, VOCAB) for length in LENGTHS]
@@ -119,12 +119,14 @@ def test_they_come_with_the_first_output_of_choice_0(checkpoint: Path) -> None:
     assert all(one.prompt_logprobs is None for one in by_choice[0][1:] + by_choice[1])
 
 
-def test_who_does_not_ask_pays_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are scored in the chunks of who asks, and in no others."""
+def test_requests_that_do_not_ask_have_no_extra_work(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are scored only in the chunks of requests that ask."""
     engine = engine_of(checkpoint, 0)
     monkeypatch.setattr("compiled_mtp.runner.programs.score_rows", lambda *_: pytest.fail("rows were scored"))
     engine.generate([prompt_of(150, 1, VOCAB)], params(logprobs=3))
-    # The first token is nobody's, so a prompt of one token has none.
+    # The first token has no log probability, so a prompt of one token has none.
     (output,) = engine.generate([[5]], params(prompt_logprobs=3))
     assert output.prompt_logprobs == []
 
@@ -187,7 +189,7 @@ def test_a_request_that_ends_before_its_prompt_was_read_gives_none(delay: int) -
     outputs += stream(scheduler, runner)
     first, *others = [one for one in outputs if one.request_id == "b"]
     assert first.prompt_logprobs is not None
-    # The fake runner says which ids it was asked for: token i of a prompt is 100 + i.
+    # The fake runner returns the ids to score: token i of a prompt is 100 + i.
     assert [one.token_id for one in first.prompt_logprobs] == list(range(101, 120))
     assert [one.logprob for one in first.prompt_logprobs] == [-float(i) for i in range(101, 120)]
     assert all(one.top == () for one in first.prompt_logprobs)
@@ -195,8 +197,8 @@ def test_a_request_that_ends_before_its_prompt_was_read_gives_none(delay: int) -
     assert all(one.prompt_logprobs is None for one in outputs if one.request_id == "a")
 
 
-def test_a_chunk_that_comes_again_changes_nothing() -> None:
-    """A request may be prefilled twice: its first run was lost."""
+def test_a_repeated_chunk_changes_no_output() -> None:
+    """A request may be prefilled twice, if its first run was lost."""
     scheduler = make_scheduler(max_in_flight=0)
     runner = FakeRunner(scheduler, 0)
     request = make_request("a", 20, 4, prompt_logprobs=1)
@@ -222,7 +224,7 @@ def test_a_chunk_that_comes_again_changes_nothing() -> None:
     assert request.take_prompt_logprobs() is None
 
 
-def test_whether_every_row_of_a_prompt_is_needed_is_known() -> None:
-    """A prefix that is known already must be computed again where its log probabilities are wanted."""
+def test_log_probabilities_need_every_row_of_a_prompt() -> None:
+    """A cached prefix must be computed again if its log probabilities are asked for."""
     assert make_request("a", 3, 4, prompt_logprobs=0).has_prompt_logprobs
     assert not make_request("a", 3, 4, logprobs=5).has_prompt_logprobs

@@ -31,7 +31,7 @@ from compiled_mtp.runner.memory import (
 )
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import write_checkpoint
-from tests.communicators.threads import exchanges
+from tests.communicators.threads import thread_communicators
 from tests.engines import make_engine
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
@@ -186,10 +186,10 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         full = plan_host_memory(spec_of(block_size=64, **given), plan, 40 * gib)
         assert full.num_blocks == plan.num_blocks
         host_bytes = full.host_records * plan.state_row_bytes + full.host_blocks * plan.block_bytes
-        shelf_sum = (
+        prefix_host_sum = (
             full.prefix_host_records * plan.snapshot_bytes + full.prefix_host_blocks * plan.block_bytes
         )
-        return [host_bytes / gib, shelf_sum / gib]
+        return [host_bytes / gib, prefix_host_sum / gib]
 
     with caplog.at_level("INFO"):
         assert sizes() == [4, 4]
@@ -203,7 +203,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
         assert "lower" not in caplog.text
     # One of two ranks, with its part of what is free and of offload_gb.
     spec, part = spec_of(block_size=64, offload_gb=12), spec_of(block_size=64, offload_gb=6)
-    of_two = replace(spec, communicator=exchanges(2)[1])
+    of_two = replace(spec, communicator=thread_communicators(2)[1])
     assert plan_host_memory(of_two, plan, 20 * gib) == plan_host_memory(part, plan, 20 * gib)
     with pytest.raises(ValueError, match=r"^offload_gb must be at most the 40.00 GiB of host memory"):
         sizes(offload_gb=41)
@@ -211,10 +211,10 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
 
 def test_what_may_leave_is_named_where_a_cpu_cannot_hold_it() -> None:
     numbers: dict[str, Any] = {"block_size": 64, "max_batch": 1, "max_model_len": 512}
-    text = r"7168\.0 MiB for those who leave, got 8192\.0 MiB; lower max_batch, offload_gb or num_blocks$"
+    text = r"7168\.0 MiB for offloaded requests, got 8192\.0 MiB; lower max_batch, offload_gb or num_blocks$"
     with pytest.raises(ValueError, match=text):
         plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, num_blocks=10**4, **numbers)
-    text = r"beside 9216\.0 MiB for those who leave and 1024\.0 MiB for a step, got 8192\.0 MiB;"
+    text = r"besides 9216\.0 MiB for offloaded requests and 1024\.0 MiB for other buffers, got 8192\.0 MiB;"
     with pytest.raises(ValueError, match=text):
         plan_memory(8 << 30, SHAPE_27B, host_bytes=9 << 30, other_bytes=1 << 30, **numbers)
     plan = plan_memory(8 << 30, SHAPE_27B, host_bytes=7 << 30, **numbers)
@@ -234,7 +234,7 @@ def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int)
     # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
     model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
     config = SimpleNamespace(max_batch=32, block_size=64)
-    spec: Any = SimpleNamespace(config=config, part=model, device=torch.device(device))
+    spec: Any = SimpleNamespace(config=config, model_shard=model, device=torch.device(device))
     tables = 2**18 * 64 * 4 + (34 + 128) * 4096 * 4
     assert length_bytes(spec, 2**18, 128) == tables + parts * 258 * 4
 
@@ -370,10 +370,10 @@ def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
     numbers = {"block_size": 64, "max_batch": 2, "max_model_len": 1000}
     with pytest.raises(
         ValueError,
-        match=r"9752.8 MiB of .* 60 checkpoints of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb",
+        match=r"9752.8 MiB of .* 60 state snapshots of 15.\.. MiB\), got 2048.0 MiB; .*prefix_cache_gb",
     ):
         plan_memory(2 << 30, SHAPE_27B, prefix_cache_bytes=9 << 30, **numbers)
-    with pytest.raises(ValueError, match="prefix_cache_gb must hold a checkpoint of"):
+    with pytest.raises(ValueError, match="prefix_cache_gb must hold a state snapshot of"):
         plan_memory(2 << 34, SHAPE_27B, prefix_cache_bytes=1000, **numbers)
 
 

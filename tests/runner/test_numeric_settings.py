@@ -15,7 +15,7 @@ import torch
 from compiled_mtp.runner.numeric_settings import NumericSettings
 
 ROOT = Path(__file__).parents[2]
-# Each in a process of its own, since what they set is the process'.
+# Each change has its own process, since it sets process-wide state.
 CHANGES = {
     "float32_matmul_precision": 'torch.set_float32_matmul_precision("medium")',
     "fp32_precision": 'torch.backends.fp32_precision = "tf32"',
@@ -47,7 +47,7 @@ CHANGES = {
 }
 # torch takes these only on a GPU, and on a CPU with arithmetic in float16.
 NOT_HERE = {"cuda_preferred_blas_library", "cpu_allow_fp16_reduced_precision_reduction"}
-# Reads what each change of argv[1] sets, in turn; forked, since an import of torch is slow.
+# Reads the settings after each change of argv[1]; forked, since importing torch is slow.
 EACH = """
 import dataclasses, json, os, sys, torch
 from compiled_mtp.runner.numeric_settings import NumericSettings
@@ -58,7 +58,7 @@ for change in json.loads(sys.argv[1]):
         os._exit(0)
     os.wait()
 """
-# Reads each of argv[1]'s records back where it was applied.
+# Applies each of argv[1]'s records and reads the settings back.
 APPLIED = """
 import dataclasses, json, os, sys
 from compiled_mtp.runner.numeric_settings import NumericSettings
@@ -80,7 +80,7 @@ def printed(code: str, argument: object) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def changed() -> dict[str, dict[str, object]]:
-    """What is read behind each change, and as "" behind none."""
+    """Return the settings after each change, and under "" those without a change."""
     return dict(zip(["", *CHANGES], printed(EACH, ["", *CHANGES.values()]), strict=True))
 
 
@@ -94,10 +94,10 @@ def test_what_is_read_in_one_process_is_in_effect_in_another(changed: dict[str, 
     assert printed(APPLIED, list(changed.values())) == list(changed.values())
 
 
-def test_settings_upon_settings_reach_another_process() -> None:
-    """Also those that torch's two interfaces for the precision of float32 set after one another."""
+def test_combined_settings_reach_another_process() -> None:
+    """Also settings made by torch's two interfaces for float32 precision, one after the other."""
     rng = random.Random(0)
-    # To apply deterministic algorithms imports the compiler, for seconds.
+    # Applying deterministic algorithms imports the compiler, which takes seconds.
     quick = [change for name, change in CHANGES.items() if "algorithms" not in name]
     changes = ["; ".join(rng.sample(quick, 5)) for _ in range(48)]
     found = printed(EACH, changes)

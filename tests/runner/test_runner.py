@@ -19,7 +19,7 @@ SMALL, LARGE = 10 << 20, 2 << 30
 
 
 def spec_of(monkeypatch: pytest.MonkeyPatch, device: str, **options: Any) -> EngineSpec:
-    """The spec of the checkpoint that ships on a device that need not be there."""
+    """Return the spec of the default checkpoint on a device that need not exist."""
     monkeypatch.setattr("compiled_mtp.runner.spec.resolve_device", lambda name: torch.device(device))
     config = EngineConfig(**options)
     return resolve(config, read_model_config(config.model), 4096)
@@ -92,6 +92,6 @@ def test_to_resolve_sets_nothing_and_says_nothing(
     assert set_to == [1, ("sample",)]
     assert [line.partition(":")[0] for line in caplog.messages] == [
         "running uncompiled",
-        "on their reference",
+        "operators on their reference",
     ]
     assert resolve(spec.config, spec.model, 4096) == spec

@@ -1,4 +1,4 @@
-"""Grammars against llguidance itself, one token at a time, and what the tests of grammars share."""
+"""Shared by the tests of grammars, with llguidance itself, token by token, as the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORBIDS_NOTHING = [True] * NUM_IDS
 
 
 def write_thinking_tokenizer(directory: Path) -> None:
-    """The default checkpoint's tokenizer with tokens around a reasoning part."""
+    """Write the default checkpoint's tokenizer with added tokens around a reasoning part."""
     shutil.copy(MODEL / "tokenizer_config.json", directory)
     tokenizer = json.loads(TOKENIZER_JSON)
     added = tokenizer["added_tokens"]
@@ -42,7 +42,7 @@ def compiler(**limits: int) -> GrammarCompiler:
 
 
 class OneByOne:
-    """The grammar as a fresh llguidance matcher that takes a prefix token by token sees it."""
+    """The reference: a new llguidance matcher that takes a prefix token by token."""
 
     def __init__(self, source: GrammarSource, step_max_items: int = 50_000) -> None:
         tokenizer = LLTokenizer(TOKENIZER_JSON, n_vocab=NUM_IDS, eos_token=list(EOS))
@@ -51,7 +51,7 @@ class OneByOne:
         assert not self._start.is_error(), self._start.get_error()
 
     def after(self, prefix: Sequence[int]) -> LLMatcher | None:
-        """A matcher behind `prefix`, or None where the grammar forbids it or has ended before."""
+        """Return a matcher after `prefix`, None if the grammar forbids the prefix or ends before its end."""
         matcher = self._start.deep_copy()
         for token_id in prefix:
             if matcher.is_stopped() or not matcher.consume_token(token_id):
@@ -59,7 +59,7 @@ class OneByOne:
         return matcher
 
     def mask(self, prefix: Sequence[int]) -> list[bool]:
-        """Which ids may follow; all where the prefix is forbidden or goes on behind the end."""
+        """Return which ids may follow; all if the grammar forbids the prefix or ends before its end."""
         matcher = self.after(prefix)
         if matcher is None:
             return FORBIDS_NOTHING
@@ -69,7 +69,7 @@ class OneByOne:
 
 
 def unpack(words: torch.Tensor) -> list[bool]:
-    """Mask words as one bool an id."""
+    """Return mask words as one bool per id."""
     result: list[bool] = _bits(words).tolist()
     return result
 
@@ -79,24 +79,24 @@ def _bits(words: torch.Tensor) -> torch.Tensor:
 
 
 def draw_from(words: torch.Tensor, key: object) -> int:
-    """An allowed id, a function of the mask and of `key` alone."""
+    """Return an allowed id, a function of the mask and of `key` alone."""
     return random.Random(repr(key)).choice(_bits(words).nonzero().flatten().tolist())
 
 
 def masks(rows: int) -> torch.Tensor:
-    """A buffer for masks, poisoned."""
+    """Return a poisoned buffer for masks."""
     return torch.full((rows, WORDS), 0x5A5A5A5A, dtype=torch.int32)
 
 
 def draw(mask: Sequence[bool], key: object) -> int:
-    """An allowed id, a function of the mask and of `key` alone."""
+    """Return an allowed id, a function of the mask and of `key` alone."""
     allowed = [token_id for token_id, is_allowed in enumerate(mask) if is_allowed]
     assert allowed
     return random.Random(repr(key)).choice(allowed)
 
 
 def decode(matcher: Matcher, filler: MaskFiller, key: object, step: int = 0, limit: int = 600) -> list[int]:
-    """Decode to the end of the grammar as the engine does, drafts of all kinds; returns the tokens."""
+    """Decode to the end of the grammar as the engine does, with all kinds of drafts; return the tokens."""
     tokens: list[int] = []
     rng = random.Random(repr((key, step)))
     while not matcher.is_ended and matcher.error is None and len(tokens) < limit:
@@ -115,9 +115,9 @@ def decode(matcher: Matcher, filler: MaskFiller, key: object, step: int = 0, lim
 
 
 def propose(matcher: Matcher, key: Any, rng: random.Random, length: int) -> list[int]:
-    """Drafts: right up to a random one, then one that is likely forbidden, or any at all."""
+    """Return drafts: allowed ones up to a random position, then random ids, which are likely forbidden."""
     base, position = key
-    # It shares the request's lexer, which may reach its limit here.
+    # The copy shares the request's lexer, which may reach its limit here.
     copy, drafts = matcher._live.deep_copy(), []
     right = rng.randint(0, length)
     while len(drafts) < right and not copy.is_stopped():
@@ -130,7 +130,7 @@ def propose(matcher: Matcher, key: Any, rng: random.Random, length: int) -> list
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A bounded JSON schema: nested, enums, numbers, unions, recursion."""
+    """Return a bounded JSON schema: nested, enums, numbers, unions, recursion."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
     if depth < 3:
         kinds += ["object", "object", "array", "tuple", "anyOf", "list of types", "recursion"]
@@ -146,7 +146,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         least = rng.randint(-1000, 1000)
         return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 5000)}
     if kind == "number":
-        # Without a step a number may have digits for ever.
+        # Without a step a number may have any number of digits.
         return {"type": "number", "minimum": -9.5, "maximum": rng.choice([0, 12.25, 99]), "multipleOf": 0.25}
     if kind in ("boolean", "null"):
         return {"type": kind}
@@ -188,9 +188,9 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def most_bytes(schema: Mapping[str, Any], nodes: int) -> int:
-    """An upper bound of the bytes of a `random_schema`'s JSON text, with at most `nodes` of a recursion.
+    """Return an upper bound of the bytes of a `random_schema`'s JSON text with at most `nodes` recursions.
 
-    A token has a byte at least, so it bounds the tokens too.
+    A token has at least one byte, so it bounds the tokens too.
     """
     if "$defs" in schema:
         value = schema["$defs"]["node"]["properties"]["value"]
@@ -210,10 +210,10 @@ def most_bytes(schema: Mapping[str, Any], nodes: int) -> int:
     if kind == "string" and "maxLength" in schema:
         # A character may be written as \uXXXX.
         return 2 + 6 * int(schema["maxLength"])
-    # Others are single values: a boolean, a number, a pattern, a format, of which a uuid is the longest.
+    # Other schemas are single values: a boolean, a number, a pattern or a format; a uuid is the longest.
     return len('"00000000-0000-0000-0000-000000000000"')
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """The text of tokens without the special ones, which must be UTF-8."""
+    """Return the text of tokens, without special tokens; it must be UTF-8."""
     return b"".join(TOKENIZER.token_bytes(token_id) for token_id in tokens).decode()

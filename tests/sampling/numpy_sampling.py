@@ -1,4 +1,4 @@
-"""Sampling as docs/sampling.md says it, in NumPy and float64: a row at a time, each with its own prefix.
+"""Sampling as docs/sampling.md specifies it, in NumPy and float64: row by row, each with its own prefix.
 
 Independent of the engine: lists of ids instead of tables, and its own Philox. It is slow and has no batch.
 """
@@ -17,7 +17,7 @@ GREEDY = 1e-5
 
 @dataclass(frozen=True)
 class Rules:
-    """What a request asks; the defaults ask for nothing. stop_ids: what min_tokens delays, eos too."""
+    """A request's parameters; the defaults change nothing. stop_ids: ids that min_tokens delays, also eos."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -35,7 +35,7 @@ class Rules:
 
 
 class Logprobs(NamedTuple):
-    """One token's entry: rank 1 is the likeliest, of equals the lowest id; impossible ids are not listed."""
+    """One token's entry. Rank 1 is the likeliest, of equals the lowest id; ids at -inf are not listed."""
 
     logprob: float
     rank: int
@@ -50,7 +50,7 @@ def processed(
     num_valid_ids: int | None = None,
     grammar: Sequence[bool] | None = None,
 ) -> Row:
-    """Logits after penalties, bias and masks. `output` ends with the drafts before this row."""
+    """Return logits after penalties, bias and masks. `output` ends with the drafts before this row."""
     x = np.array(logits, dtype=np.float64)
     x[~np.isfinite(x)] = -np.inf
     for token in set(prompt) | set(output):
@@ -74,7 +74,7 @@ def processed(
 
 
 def banned_ids(output: Sequence[int], rules: Rules) -> set[int]:
-    """Ids that min_tokens and bad_words forbid next."""
+    """Return the ids that min_tokens and bad_words forbid next."""
     banned = set(rules.stop_ids) if len(output) < rules.min_tokens else set()
     for word in rules.bad_words:
         before = len(word) - 1
@@ -84,7 +84,7 @@ def banned_ids(output: Sequence[int], rules: Rules) -> set[int]:
 
 
 def filtered(x: Row, rules: Rules) -> Row:
-    """Tempered logits with what top-k, top-p and min-p drop at -inf; greedy drops and tempers nothing."""
+    """Return tempered logits, -inf where top-k, top-p or min-p drop; greedy sampling changes nothing."""
     if rules.temperature < GREEDY or not np.isfinite(x).any():
         return x
     x = x / rules.temperature
@@ -130,14 +130,14 @@ def token(x: Row, rules: Rules, position: int) -> int:
 
 
 def log_softmax(x: Any) -> Row:
-    """float64; ids at -inf stay there."""
+    """Return log probabilities in float64; -inf stays -inf."""
     row = np.array(x, dtype=np.float64)
     row[~np.isfinite(row)] = -np.inf
     return row - row.max() - np.log(np.exp(row - row.max()).sum())
 
 
 def logprobs(x: Any, chosen: int, num_top: int) -> Logprobs:
-    """The entry of an id: x is the model's own row for mode raw, the `filtered` one for mode processed."""
+    """Return the entry of an id. x: the model's row for mode raw, the `filtered` row for mode processed."""
     row = log_softmax(x)
     order = sorted(range(len(row)), key=lambda v: (-row[v], v))
     top = [(v, float(row[v])) for v in order[:num_top] if np.isfinite(row[v])]

@@ -1,4 +1,4 @@
-"""Masks of verify windows equal one-by-one decoding whatever is drafted; ends and errors token by token."""
+"""Masks of verify windows equal token-by-token decoding for all drafts; so do ends and errors."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ SOURCES = {
     "choice": from_choice(["yes", "yesno", "no, „thanks“\n"]),
     "lark": from_lark('start: "(" start? ")" | NAME\nNAME: /[a-z]{1,6}/\n'),
 }
-# What a row in a reasoning part allows.
-GOES_ON = [token_id not in EOS for token_id in range(NUM_IDS)]
-# What follows y is ambiguous, and costs the more items the longer it is.
+# The mask of a row in a reasoning part.
+REASONING_MASK = [token_id not in EOS for token_id in range(NUM_IDS)]
+# The text after y is ambiguous: the longer it is, the more parser items it costs.
 COSTLY = from_lark('start: "n" "o"{0,9} | "y" amb\namb: amb amb | "x" | amb amb amb\n')
 
 
@@ -76,7 +76,7 @@ def ids(text: str) -> list[int]:
 def row_masks(filler: MaskFiller, matcher: Matcher, drafts: list[int]) -> list[list[bool]]:
     buffer = masks(len(drafts) + 3)
     filler.fill([Window(matcher, 1, drafts)], buffer)
-    # Rows of others are left alone.
+    # The rows of other requests keep their values.
     assert set(buffer[0].tolist()) == set(buffer[-1].tolist()) == {0x5A5A5A5A}
     return [unpack(row) for row in buffer[1:-1]]
 
@@ -85,7 +85,7 @@ def row_masks(filler: MaskFiller, matcher: Matcher, drafts: list[int]) -> list[l
 def test_masks_equal_those_of_one_by_one_decoding(
     compiled: GrammarCompiler, filler: MaskFiller, seed: int
 ) -> None:
-    """All sources in one call a round, with windows of any length, drafts right, forbidden and at random."""
+    """All sources in one call per round; windows of any length; allowed, forbidden and random drafts."""
     rng = random.Random(seed)
     matchers = {name: compiled.compile(source) for name, source in SOURCES.items()}
     plain = {name: OneByOne(source) for name, source in SOURCES.items()}
@@ -143,7 +143,7 @@ def test_rows_behind_a_forbidden_draft_allow_all(compiled: GrammarCompiler, fill
 
 
 def test_a_draft_that_is_no_id_breaks_nothing(compiled: GrammarCompiler, filler: MaskFiller) -> None:
-    """llguidance's matcher does not recover from such an id."""
+    """llguidance's own matcher does not recover from such an id."""
     matcher, first = compiled.compile(SOURCES["choice"]), ids("y")[0]
     expected = row_masks(filler, matcher, [first])
     assert row_masks(filler, matcher, [first, NUM_IDS + 5, first]) == [*expected, *[FORBIDS_NOTHING] * 2]
@@ -173,7 +173,7 @@ def test_ids_without_a_token_are_never_allowed(compiled: GrammarCompiler, filler
     [
         (from_schema("s", {"type": "boolean"}), "true", [7, 8], 1),
         (from_choice(["no"]), "no", [IM_END], 1),
-        # Not stopped by its text alone: the eos token ends it and counts.
+        # The text alone does not end the grammar: the eos token ends it, and the request keeps that token.
         (from_choice(["a", "aab"]), "a", [IM_END, 9], 2),
         (from_choice(["a", "aab"]), "a", [EOS[0], 9], 2),
     ],
@@ -198,7 +198,7 @@ def test_a_token_the_grammar_forbids_is_an_error_and_never_an_end(compiled: Gram
 
 
 def test_a_limit_on_a_rejected_path_changes_nothing(filler: MaskFiller) -> None:
-    """Drafts run into the parser's limit; the tokens and masks are those without drafts."""
+    """Drafts reach the parser's limit; tokens and masks equal those without drafts."""
     small = compiler(step_max_items=200)
     plain = OneByOne(COSTLY, step_max_items=200)
     matcher = small.compile(COSTLY)
@@ -216,7 +216,7 @@ def test_a_limit_on_a_rejected_path_changes_nothing(filler: MaskFiller) -> None:
 
 
 def test_a_matcher_in_error_by_its_past_is_made_anew(compiled: GrammarCompiler) -> None:
-    """At the next token, and at the next masks, whose every row is written again."""
+    """The next token and the next masks compile a new one; all rows of the masks are written again."""
     plain = OneByOne(SOURCES["choice"])
     matcher, first = compiled.compile(SOURCES["choice"]), ids("yesno")[0]
     matcher._live.consume_token(NUM_IDS + 9)
@@ -231,7 +231,7 @@ def test_a_matcher_in_error_by_its_past_is_made_anew(compiled: GrammarCompiler) 
 
 
 def test_a_limit_on_the_accepted_path_is_an_error(filler: MaskFiller) -> None:
-    """At every depth after the same tokens, though a window may hold them all as drafts."""
+    """The error comes after the same tokens at every depth, even if one window has all of them as drafts."""
     small = compiler(step_max_items=200)
     tokens = [ids("y")[0], *[ids("x")[0]] * 11]
     ended = {}
@@ -241,7 +241,7 @@ def test_a_limit_on_the_accepted_path_is_an_error(filler: MaskFiller) -> None:
             drafts = tokens[len(output) : len(output) + step]
             row_masks(filler, matcher, drafts)
             if matcher.error is None:
-                # The last one was drawn from a row whose mask could not be made.
+                # The last token comes from a row for which llguidance could make no mask.
                 emitted = [*drafts, tokens[len(output) + len(drafts)]]
                 output += emitted[: matcher.accept(emitted)]
         assert not matcher.is_ended
@@ -256,7 +256,7 @@ def test_a_limit_on_the_accepted_path_is_an_error(filler: MaskFiller) -> None:
 def test_the_grammar_begins_after_the_reasoning_wherever_that_ends(
     compiled: GrammarCompiler, filler: MaskFiller, end: tuple[int, ...], at: int
 ) -> None:
-    """The end of reasoning lies before a window, in it, at its last draft, or across its border."""
+    """The end of reasoning is before a window, in it, at its last draft, or across its border."""
     source, body = SOURCES["schema"], ids('{"kind": "a"}')
     plain = OneByOne(source)
     free = [7, 5, 5, 8][: at or 1]
@@ -268,7 +268,7 @@ def test_the_grammar_begins_after_the_reasoning_wherever_that_ends(
         rows = row_masks(filler, matcher, stream[cut : cut + 4])
         for k, row in enumerate(rows):
             reached = cut + k
-            expected = plain.mask(stream[began:reached]) if reached >= began else GOES_ON
+            expected = plain.mask(stream[began:reached]) if reached >= began else REASONING_MASK
             assert row == expected, (cut, k)
         assert matcher.accept(stream[cut:]) == len(stream) - cut
         assert matcher.is_ended
@@ -287,10 +287,10 @@ def test_an_empty_line_may_follow_the_reasoning(compiled: GrammarCompiler) -> No
 def test_reasoning_that_reaches_no_end_is_free_but_for_an_end_of_the_request(
     compiled: GrammarCompiler, filler: MaskFiller
 ) -> None:
-    """Else a request would end well whose output the grammar does not match."""
+    """Else a request would end without an error though its output does not match the grammar."""
     matcher = compiled.compile(SOURCES["choice"], Reasoning((IM_START,)))
     for _ in range(3):
-        assert row_masks(filler, matcher, [3, IM_END]) == [GOES_ON] * 3
+        assert row_masks(filler, matcher, [3, IM_END]) == [REASONING_MASK] * 3
         assert matcher.accept([3, 4, 5]) == 3
     assert not matcher.is_ended
 
@@ -420,7 +420,7 @@ def test_json_object_gives_an_object(compiled: GrammarCompiler, filler: MaskFill
     matcher = compiled.compile(source)
     matcher.accept(ids('{"a": [1, {"b": null}]}'))
     assert matcher.is_ended
-    # Not a value of another type, and no endless space.
+    # The grammar refuses values of other types and repeated spaces.
     for text in ("[", "{  "):
         matcher = compiled.compile(source)
         matcher.accept(ids(text))
@@ -430,7 +430,7 @@ def test_json_object_gives_an_object(compiled: GrammarCompiler, filler: MaskFill
 def test_bounded_schemas_end_by_their_grammar_and_validate(
     compiled: GrammarCompiler, filler: MaskFiller
 ) -> None:
-    """300 random schemas, decoded at random from the masks, with a depth of 0 or 3."""
+    """300 random schemas, decoded at random from the masks, at depths 0 and 3."""
     rng, num_ended = random.Random(5), 0
     for number in range(300):
         schema = random_schema(rng)

@@ -1,4 +1,4 @@
-"""Limits of llguidance end a request by its own tokens alone: not by drafts, nor by requests before it."""
+"""llguidance's limits end a request by its own tokens alone, whatever drafts and earlier requests did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_mtp.sampling.grammar_source import (
 )
 from tests.sampling.grammars import compiler, decode
 
-# Ambiguous repeats, long counts, classes that overlap, alternatives with common beginnings.
+# Ambiguous repeats, long counts, overlapping classes, alternatives with common beginnings.
 AWKWARD = (
     r"[a-z]{1,30}([-_ ][a-z0-9 ]{1,30}){0,12}",
     r"([a-z]{0,50}e[a-z ]{0,50}){30}",
@@ -60,12 +60,12 @@ AWKWARD = (
     r"[^aeiou]{0,80}([aeiou][^aeiou]{0,30}){0,60}",
     r"(?s:.{0,60}\n){1,40}",
 )
-# One mask's worth of the costlier ones: their errors, and new lexers for the others, come early.
+# Enough for one mask of the costlier patterns, so that they fail early and the others replace lexers early.
 FEW_STATES = 1200
 
 
 def source_of(pattern: str, is_json: bool) -> GrammarSource:
-    """As from_schema and from_regex have it, without the bound on repeats."""
+    """Make a source as from_schema and from_regex do, without the bound on repeats."""
     rule = json_rule({"type": "string", "pattern": f"^{pattern}$"}) if is_json else regex_terminal(pattern)
     return GrammarSource("s", f"body: {rule}\n")
 
@@ -88,7 +88,7 @@ def check_depths(
             how = "refused"
         else:
             tokens = decode(matcher, filler, seed, step, limit)
-            # The next tokens may stand behind `limit`, where only some depths have been.
+            # After `limit` tokens only some depths have decoded further, so do not compare how they ended.
             is_cut = len(tokens) == limit
             found = (tokens, is_cut or (matcher.is_ended, matcher.error))
             how = "cut" if is_cut else "ended" if matcher.is_ended else "error"
@@ -100,7 +100,7 @@ def check_depths(
 
 @pytest.mark.parametrize("is_json", [False, True])
 def test_depths_agree_where_limits_are_met(filler: MaskFiller, is_json: bool) -> None:
-    """Of few lexer states, so that some masks cannot be made and most lexers are replaced."""
+    """With few lexer states some masks fail and most lexers are replaced."""
     few = compiler(max_lexer_states=FEW_STATES)
     patterns = AWKWARD[is_json::5]
     hows = [check_depths(few, filler, source_of(pattern, is_json), limit=24) for pattern in patterns]
@@ -119,8 +119,8 @@ def test_depths_agree_for_all_patterns(filler: MaskFiller, is_json: bool) -> Non
     assert hows.count("cut") + hows.count("ended") >= 20
 
 
-def test_an_error_behind_drafts_counts_them(filler: MaskFiller) -> None:
-    """A mask with too many parser items ends the request in the same words, drafted up to there or not."""
+def test_an_error_after_drafts_counts_them(filler: MaskFiller) -> None:
+    """A mask with too many parser items ends the request with the same error, with and without drafts."""
     source = from_lark("start: w{2,30}\nw: A | B\nA: /[a-z]{1,20} /\nB: /[a-z0-9]{1,25} ?/\n")
     few = compiler(step_max_items=400)
     hows = [check_depths(few, filler, source, limit=80, seed=seed) for seed in (0, 2)]
@@ -128,7 +128,7 @@ def test_an_error_behind_drafts_counts_them(filler: MaskFiller) -> None:
 
 
 def test_a_grammar_serves_again_what_it_served(filler: MaskFiller) -> None:
-    """The same costly regex, sent again to the same compiler, has the same tokens and ends as it did."""
+    """A costly regex that is sent to one compiler again gives the same tokens and the same end."""
     shared = compiler()
     source = source_of(AWKWARD[1], is_json=False)
     runs = []
@@ -136,7 +136,7 @@ def test_a_grammar_serves_again_what_it_served(filler: MaskFiller) -> None:
         matcher = shared.compile(source)
         runs.append((decode(matcher, filler, 3, limit=60), matcher.error))
     assert runs == runs[:1] * 3
-    # Another request decodes as it would alone.
+    # Another request decodes as with its own compiler.
     alone = compiler().compile(source)
     other = shared.compile(source)
     assert decode(other, filler, 4, 3, limit=30) == decode(alone, filler, 4, limit=30)
@@ -147,7 +147,7 @@ def resident_mb() -> float:
 
 
 def test_nothing_of_a_request_is_kept(filler: MaskFiller) -> None:
-    """Requests of many grammars, one after the other, leave no lexer behind."""
+    """Many requests of different grammars, one after the other, leave no lexer in memory."""
     shared = compiler()
 
     def serve(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Entries of log probabilities: one a token, cut with the tokens, shown with their text."""
+"""Entries of log probabilities: one per token, cut with the tokens, shown with their text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_entries_hold_what_the_device_found() -> None:
         (90, b"{", -0.5, 1),
         (92, b"}", -1.5, 2),
     ]
-    # What cannot be drawn is not listed, and a special token has no text.
+    # Ids that cannot be drawn are not listed, and a special token has no text.
     assert entries[0].top == (TopLogprob(90, b"{", -0.5), TopLogprob(17, b"2", -1.0))
     assert entries[1].top[2] == TopLogprob(IM_END, b"", -2.0)
 
@@ -51,7 +51,7 @@ def test_entries_come_when_their_text_is_shown() -> None:
     for token_id, num_characters in ((1, 2), (2, 0), (3, 4), (4, 1)):
         queue.add(entry(token_id), num_characters)
     assert [e.token_id for e in queue.take(1)] == []
-    # A token without text of its own comes with the one before it.
+    # A token without text comes with the token before it.
     assert [e.token_id for e in queue.take(1)] == [1, 2]
     assert [e.token_id for e in queue.take(3)] == []
     assert [e.token_id for e in queue.take(1)] == [3]
@@ -61,7 +61,7 @@ def test_entries_come_when_their_text_is_shown() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_entries_follow_the_text_however_windows_cut_it(seed: int) -> None:
-    """Text with stop strings and characters of several tokens: all entries once, in order, none too early."""
+    """With stop strings and characters of several tokens, each entry comes once, in order, not too early."""
     rng = random.Random(seed)
     tokens = TOKENIZER.encode("def größe(x): return 'STO' + '☃ snow' # STO" + "P" * (seed % 2) + " rest")
     stops, decoder, queue = StopStrings(["STOP", "turn 7"], False), TOKENIZER.detokenizer(), LogprobQueue()

@@ -52,7 +52,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {3: 9.0, 50: -100.0}},
     "min_tokens": {"min_tokens": 12, "stop_ids": STOPS},
     "allowed": {"allowed_token_ids": tuple(range(0, VOCAB, 3))},
-    # Words of one id, and one of two for each id that may stand before.
+    # A word of one id, and words of two ids, one for each id that may come first.
     "bad_words": {"bad_words": ((4,), *((v, w) for v in range(24) for w in (2, 3)))},
 }
 MIXES: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ MIXES["all"] = {
 
 
 def random_request(seed: int) -> tuple[np.ndarray[Any, Any], list[int], list[int]]:
-    """Logits of a window of 4 rows, a prompt, and an output whose last 3 tokens are the window's drafts."""
+    """Return logits of a window of 4 rows, a prompt, and an output that ends with the window's 3 drafts."""
     rng = np.random.default_rng(seed)
     prompt, output = rng.integers(0, VOCAB, 20).tolist(), rng.integers(0, VOCAB // 4, 13).tolist()
     return (rng.standard_normal((4, VOCAB)) * 3).astype(np.float32), prompt, output
@@ -80,7 +80,7 @@ def random_request(seed: int) -> tuple[np.ndarray[Any, Any], list[int], list[int
 def engine_tokens(
     logits: np.ndarray[Any, Any], prompt: list[int], output: list[int], rules: Rules, num_valid_ids: int
 ) -> list[int]:
-    """The operator's tokens for a window: tables hold what was emitted before it, drafts are its tokens."""
+    """Return the operator's tokens for a window; its tables have the tokens emitted before the window."""
     emitted, drafts = output[:-3], output[-3:]
     start = len(prompt) + len(emitted)
     counts = torch.zeros(2, VOCAB, dtype=torch.int32)
@@ -125,7 +125,7 @@ def engine_tokens(
 
 @pytest.mark.parametrize("name", [*SINGLE, *MIXES])
 def test_the_operator_equals_the_specification(name: str) -> None:
-    """Every row of a window with its own prefix, for every processor the operator has, alone and mixed."""
+    """Every row of a window has its own prefix, with each of the operator's processors alone and mixed."""
     for seed in range(30):
         logits, prompt, output = random_request(seed)
         rules = Rules(**(SINGLE | MIXES)[name], seed=seed - 15)
@@ -149,7 +149,7 @@ def test_noise_equals_the_operators() -> None:
 def transformers_scores(
     logits: np.ndarray[Any, Any], prompt: list[int], output: list[int], rules: Rules
 ) -> Any:
-    """The same rules through transformers' own processors, in its order without bias."""
+    """The same rules through transformers' processors, in their order, without bias."""
     steps: list[Any] = []
     if rules.repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(rules.repetition_penalty))
@@ -247,7 +247,7 @@ def test_ties_are_kept_by_filters_and_broken_by_the_lowest_id() -> None:
     assert finite_ids(filtered(logits, Rules(top_p=0.0))) == [1, 3, 4]
     assert finite_ids(filtered(logits, Rules(min_p=0.2))) == [1, 3, 4]
     assert token(logits, Rules(temperature=0.0), 0) == 1
-    # A greedy request has no filters to obey.
+    # A greedy request ignores filters.
     assert finite_ids(filtered(logits, Rules(temperature=0.0, top_k=1))) == list(range(6))
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: one form for what is right, one line for what is wrong."""
+"""Sampling parameters: right values get one normal form, wrong ones an error of one line."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_is_right_takes_one_form(call: Callable[[], Any], expected: Any) ->
         (lambda: params.logprobs_mode([]), r"logprobs_mode must be raw or processed, got \[\]"),
         (
             lambda: params.only_one_grammar({"guided_choice": ["a"], "tool_choice": "required"}),
-            "tool_choice must be left out beside guided_choice",
+            "tool_choice must be left out with guided_choice",
         ),
         (
             lambda: params.check_ids("stop_token_ids", [3, 4160], 4160),

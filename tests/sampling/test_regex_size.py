@@ -1,4 +1,4 @@
-"""Regexes whose masks would hold all requests of a round are refused by their text alone."""
+"""Regexes whose masks would slow all requests of a round are refused by their text alone."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_slow_ones_are_refused_in_their_place(regex: str) -> None:
     with pytest.raises(ValueError, match=f"^s.patternProperties{rule}"):
         from_schema("s", {"patternProperties": {regex: {}}})
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
-    place = r"tools\[0\].function.parameters.properties.x.pattern"
-    with pytest.raises(ValueError, match=f"^{place}{rule}"):
+    field = r"tools\[0\].function.parameters.properties.x.pattern"
+    with pytest.raises(ValueError, match=f"^{field}{rule}"):
         from_tools(tools, "required", "xml", ())
     if "\n" not in regex:
         with pytest.raises(ValueError, match=f"^guided_grammar{rule}"):

@@ -1,5 +1,6 @@
-"""JSON Schema (draft 2020-12) by keyword: what a grammar lets through is what validates, and what it does
-not know it refuses. The cases follow the specification's text; jsonschema is the judge of each.
+"""JSON Schema (draft 2020-12) by keyword: a grammar takes exactly the values that validate.
+
+A keyword without a grammar is refused. The cases follow the specification's text; jsonschema validates each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NODE = {
     "required": ["v", "next"],
     "additionalProperties": False,
 }
-# Keyword: a schema, values that it takes, values that it does not.
+# Keyword: a schema, values that it admits, values that it refuses.
 CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "type": ({"type": ["string", "null"]}, ["a", None], [1, [], {}, True]),
     "type integer": ({"type": "integer"}, [0, -7, 12345], [1.5, "1"]),
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "multipleOf": ({"type": "integer", "multipleOf": 7}, [0, 14, 77], [1, 13]),
     "multipleOf of fractions": (
         {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 9},
-        # Written with as many digits as the step has: 8.5 is 8.50.
+        # Numbers are written with as many digits as the step has: 8.5 is 8.50.
         [0.25, 8.75],
         [0.3, 9.25],
     ),
@@ -116,7 +117,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         ["x"],
     ),
 }
-# Keywords that llguidance does not take, each with a value.
+# Keywords that llguidance does not support, each with a value.
 REFUSED: dict[str, Any] = {
     "not": {"type": "null"},
     "if": {"type": "null"},
@@ -136,10 +137,10 @@ def compiled() -> GrammarCompiler:
 
 
 def is_taken(compiled: GrammarCompiler, schema: dict[str, Any], value: Any) -> bool:
-    """Whether the grammar of a schema takes a value's JSON, whole."""
+    """Return whether the grammar of a schema takes all of a value's JSON."""
     matcher = compiled.compile(from_schema("s", schema))
     tokens = TOKENIZER.encode(json.dumps(value, ensure_ascii=False))
-    # Where more could follow the value, an eos token ends it.
+    # If more text could follow the value, an eos token ends it.
     return matcher.accept([*tokens, EOS[0]]) >= len(tokens) and matcher.is_ended
 
 

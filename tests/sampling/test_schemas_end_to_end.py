@@ -1,5 +1,6 @@
-"""Random bounded JSON schemas through engines of the checkpoint that ships: they end by their grammar, parse
-and validate, with drafts and without, behind a reasoning part and without one.
+"""Random bounded JSON schemas through engines of the default model.
+
+Outputs end by their grammar, parse and validate, with and without drafts, with and without a reasoning part.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from tests.sampling.grammars import (
     write_thinking_tokenizer,
 )
 
-# A reasoning part and a recursion have no bound of their own.
+# The test's bounds on a reasoning part and a recursion, which grammars do not bound.
 REASONING_TOKENS, NODES = 64, 8
-# A model of this size copies its last node for ever; a nudge makes a recursion end after a few.
+# A model of this size would repeat its last node without end; a bias ends a recursion after a few nodes.
 NUDGE = 6.0
 ENDS_A_LIST = {TOKENIZER.encode(text)[0]: NUDGE for text in ("null", " null")}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights that ship, whose vocabulary has rows to spare for the tokens around a reasoning part."""
+    """The default model, whose vocabulary has spare rows for the tokens around a reasoning part."""
     directory = tmp_path_factory.mktemp("schemas")
     for file in MODEL.iterdir():
         if file.suffix in (".json", ".jinja", ".safetensors") and not file.name.startswith("tokenizer"):
@@ -47,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """One request; `end_bias` is what makes its reasoning part end somewhere, None where it has none."""
+    """One request. end_bias: the logit bias that ends its reasoning part; None without such a part."""
 
     number: int
     schema: dict[str, Any] = field(repr=False)
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def max_tokens(self) -> int:
-        """What the longest text of the schema needs, if every byte of it is a token."""
+        """The tokens of the schema's longest text, if every byte is a token."""
         reasoning = 0 if self.end_bias is None else REASONING_TOKENS
         return reasoning + most_bytes(self.schema, NODES)
 
@@ -84,7 +85,7 @@ class Case:
         )
 
     def check(self, text: str) -> None:
-        """What is behind the reasoning part is JSON of the schema."""
+        """Check that the text after the reasoning part is JSON of the schema."""
         body = text
         if self.end_bias is not None:
             _, end, body = text.partition("</think>")
@@ -94,10 +95,10 @@ class Case:
 
 
 def random_cases(count: int, temperatures: Sequence[float]) -> Iterator[Case]:
-    """Every other schema behind a reasoning part, and each at every temperature."""
+    """Yield cases at every temperature for each schema; every other schema comes after a reasoning part."""
     rng = random.Random(7)
     for number in range(count):
-        # The end of a reasoning part is a token that the model never saw: 22 below the likeliest one.
+        # The model never saw the token that ends reasoning: its logit is 22 below the likeliest one.
         bias = rng.choice([20.0, 21.5, 23.0]) if number % 2 else None
         schema = random_schema(rng)
         yield from (Case(number, schema, temperature, bias) for temperature in temperatures)
@@ -105,8 +106,10 @@ def random_cases(count: int, temperatures: Sequence[float]) -> Iterator[Case]:
 
 @dataclass
 class Decoded:
-    """tokens and text of each case, how it ended, and in how many windows a reasoning part ended before the
-    last row that was emitted."""
+    """The tokens, text and end of each case, and a count of windows.
+
+    It counts those in which a reasoning part ended before the last emitted row.
+    """
 
     tokens: list[list[int]]
     texts: list[str]
@@ -135,7 +138,7 @@ def take(done: Decoded, case: Case, output: RequestOutput) -> None:
 
 
 def check_cases(checkpoint: Path, cases: Sequence[Case], max_batch: int) -> dict[str, int]:
-    """Decode at depths 0 and 3, compare, validate what ended by its grammar; return counts."""
+    """Decode at depths 0 and 3, compare, validate the outputs that the grammar ended; return counts."""
     longest = max(len(case.prompt) + case.max_tokens for case in cases)
     options = {"max_batch": max_batch, "max_in_flight": 1, "max_model_len": longest}
     done = {

@@ -1,4 +1,4 @@
-"""Forced tool calls: what the grammar lets through parses back, in each family's form, and validates."""
+"""Forced tool calls: what the grammar allows parses back, in each family's form, and validates."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def parse_json(text: str) -> list[Call]:
 
 
 def parse_xml(text: str, tools: Any = TOOLS) -> list[Call]:
-    """As the service reads it."""
+    """Parse as the service does."""
     schemas = {one["function"]["name"]: one["function"].get("parameters", {}) for one in tools}
     parser = OutputParser(form="xml", tools=schemas)
     calls: list[tuple[str, list[str]]] = []
@@ -144,7 +144,7 @@ def test_text_as_it_is_holds_anything_but_its_end(compiled: GrammarCompiler) -> 
 
 
 def test_markers_that_are_tokens_are_written_as_those() -> None:
-    """<tool_call> is one added token in the released tokenizers, which no text of a grammar matches."""
+    """<tool_call> is one added token in released tokenizers, and text in a grammar does not match it."""
     tokenizer = json.loads(TOKENIZER_JSON)
     for number, text in enumerate(("<tool_call>", "</tool_call>")):
         added = {**tokenizer["added_tokens"][0], "id": 4099 + number, "content": text, "special": False}
@@ -228,25 +228,25 @@ def test_bad_tools_are_refused_by_their_place(tools: Any, tool_choice: Any, mess
         from_tools(tools, tool_choice, "xml", ())
 
 
-def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of everything inside a JSON value, and of itself."""
-    yield place
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of a JSON value and of every value inside it."""
+    yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
-        yield from places(one, (*place, key))
+        yield from paths(one, (*path, key))
 
 
-def replaced(value: Any, place: tuple[Any, ...], other: Any) -> Any:
-    if not place:
+def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
         return other
     copy = value.copy()
-    copy[place[0]] = replaced(value[place[0]], place[1:], other)
+    copy[path[0]] = replaced(value[path[0]], path[1:], other)
     return copy
 
 
 @pytest.mark.parametrize("form", ["json", "xml"])
-def test_whatever_stands_where_is_a_grammar_or_one_line(form: CallForm) -> None:
-    """Every value of every type in the place of every part of a tool."""
+def test_a_tool_with_any_value_anywhere_is_a_grammar_or_one_line(form: CallForm) -> None:
+    """Replaces every part of a tool by values of every type."""
     others: list[Any] = [
         None,
         True,
@@ -264,11 +264,11 @@ def test_whatever_stands_where_is_a_grammar_or_one_line(form: CallForm) -> None:
     parameters = WEATHER | {"$defs": WEATHER["$defs"] | {"y": True}}
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
     problems = []
-    for place in places(tools):
+    for path in paths(tools):
         for other in others:
             for choice in ("required", NAMED):
                 try:
-                    from_tools(replaced(tools, place, other), choice, form, ())
+                    from_tools(replaced(tools, path, other), choice, form, ())
                 except ValueError as error:
                     problems.append(str(error))
     assert len(problems) > 500
@@ -288,7 +288,7 @@ def test_every_family_has_a_form() -> None:
     assert CALL_FORMS.keys() == FAMILIES.keys()
 
 
-# A string's schema: texts that it takes, texts that it does not.
+# A string's schema, texts that it admits, texts that it refuses.
 STRINGS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "alternatives": ({"pattern": "^a|b$"}, ["a", "ax", "b", "xb", "ab"], ["xa", "bx", "x"]),
     "one of them free": ({"pattern": "^a$|b"}, ["a", "xbx"], ["ax", "xa"]),
@@ -383,7 +383,7 @@ def test_one_call_alone_without_parallel_calls(compiled: GrammarCompiler, form: 
         assert takes(compiled, source, f"{text}\n{text}") is is_parallel
 
 
-# A schema of strings and others: values that are read as they were written.
+# A schema of strings and other values, and values that read back as they were written.
 MIXED: list[tuple[dict[str, Any], list[Any]]] = [
     ({"anyOf": [{"enum": ["a", "b"]}, {"type": "integer"}]}, ["a", 9]),
     ({"type": ["integer", "string"], "pattern": "^[0-9]{2}$"}, [25393356, 25]),
@@ -434,7 +434,7 @@ def test_listed_values_obey_the_type_beside_them(compiled: GrammarCompiler) -> N
 
 
 def test_schemas_that_say_nothing_right_are_read(filler: MaskFiller) -> None:
-    """Without a forced call a tool's schema is not checked: what is wrong in it says nothing."""
+    """Without a forced call a tool's schema is not checked, and its wrong keywords are ignored."""
     loop = {"anyOf": [{"$ref": "#/$defs/y"}] * 2}
     for schema, text, expected in (
         ({"type": 5, "enum": 3}, "3", "3"),

@@ -1,4 +1,4 @@
-"""Lost launches, errors, interrupts: the scheduler goes on, and what was lost is said again."""
+"""Lost launches, errors, interrupts: the scheduler goes on, and repeats what a lost plan installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def owners_of(scheduler: Scheduler) -> dict[int, str]:
 def test_launches_that_are_lost_end_their_own_requests_alone(
     delay: int, lost: set[int], lengths: list[tuple[int, int]], seed: int
 ) -> None:
-    """Whatever a lost plan would have installed for the others reaches the device with a later one."""
+    """What a lost plan would have installed for other requests reaches the device with a later plan."""
     scheduler = make_scheduler(max_in_flight=delay, num_blocks=101, max_model_len=100, block_size=1)
     runner = FakeRunner(scheduler, delay, seed)
     requests = {
@@ -92,7 +92,7 @@ def test_launches_that_are_lost_end_their_own_requests_alone(
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("steps", range(1, 12))
-def test_after_an_interrupted_step_those_who_wait_go_on(delay: int, steps: int) -> None:
+def test_after_an_interrupted_step_waiting_requests_go_on(delay: int, steps: int) -> None:
     scheduler = make_scheduler(max_in_flight=delay, max_batch=2)
     runner = FakeRunner(scheduler, delay)
     requests = {name: make_request(name, 12, 9, seed=5, ignore_eos=True) for name in "abcd"}
@@ -117,7 +117,7 @@ def test_after_an_interrupted_step_those_who_wait_go_on(delay: int, steps: int) 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_recover_may_be_interrupted_anywhere_and_called_again(delay: int) -> None:
-    """Every request that had begun is told so once, and those who wait go on."""
+    """Every request that had begun ends once with an error, and waiting requests go on."""
     files = ("scheduler", "cache", "request.py")
 
     def down(aim: Aim, steps: int) -> None:

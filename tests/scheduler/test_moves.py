@@ -1,4 +1,4 @@
-"""Moves, depths of several sizes, halved rounds, logits that are not finite: same tokens, one owner each."""
+"""Moves, several depths, two-phase rounds, logits that are not finite: same tokens, and one owner each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fake_runner import (
     expected_tokens,
     make_request,
     make_scheduler,
-    send_away,
+    preempt_one,
     step,
     stream,
 )
@@ -54,7 +54,7 @@ def test_a_request_goes_to_the_host_and_comes_back_into_other_blocks(delay: int,
     runner = FakeRunner(scheduler, delay, copy_delay=copy_delay)
     requests, outputs = start(scheduler, runner)
     used = scheduler.pool.num_used
-    assert send_away(scheduler, "b")
+    assert preempt_one(scheduler, "b")
     while scheduler.phase("b") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
     assert scheduler.pool.num_used < used
@@ -69,7 +69,7 @@ def test_with_copies_alone_outstanding_a_plan_that_launches_nothing_waits_for_th
     scheduler = make_scheduler(max_in_flight=delay, **HOST)
     runner = FakeRunner(scheduler, delay, copy_delay=99)
     requests, outputs = start(scheduler, runner, "a")
-    assert send_away(scheduler, "a")
+    assert preempt_one(scheduler, "a")
     while scheduler.phase("a") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
         assert len(runner.plans) < 20
@@ -78,12 +78,12 @@ def test_with_copies_alone_outstanding_a_plan_that_launches_nothing_waits_for_th
     check_tokens(requests, outputs)
 
 
-def test_the_last_result_of_a_request_that_leaves_is_read_and_may_end_it() -> None:
+def test_the_last_result_of_an_offloaded_request_is_read_and_may_end_it() -> None:
     scheduler = make_scheduler(max_in_flight=1, **HOST)
     runner = FakeRunner(scheduler, 1, accept=3)
     scheduler.add(request := make_request("a", 5, 5, 1, ignore_eos=True))
     outputs = [output for _ in range(2) for output in step(scheduler, runner)]
-    assert send_away(scheduler, "a")
+    assert preempt_one(scheduler, "a")
     outputs += stream(scheduler, runner)
     check_tokens({"a": request}, outputs)
     assert outputs[-1].finish_reason == "length"
@@ -93,13 +93,13 @@ def test_the_last_result_of_a_request_that_leaves_is_read_and_may_end_it() -> No
 @pytest.mark.parametrize("steps", range(4))
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("kind", ["offload", "resume"])
-def test_a_request_that_is_aborted_on_the_move_keeps_both_places_until_the_copy_is_done(
+def test_a_request_aborted_during_its_copy_keeps_both_locations_until_the_copy_is_done(
     steps: int, delay: int, kind: str
 ) -> None:
     scheduler = make_scheduler(max_in_flight=delay, max_batch=4, num_blocks=60, **HOST)
     runner = FakeRunner(scheduler, delay, copy_delay=4)
     requests, outputs = start(scheduler, runner)
-    assert send_away(scheduler, "b")
+    assert preempt_one(scheduler, "b")
     if kind == "resume":
         (scheduled,) = scheduler._live["b"]
         while scheduled.phase is not RequestPhase.OFFLOADED or scheduled.transfer is None:
@@ -108,7 +108,7 @@ def test_a_request_that_is_aborted_on_the_move_keeps_both_places_until_the_copy_
         outputs += step(scheduler, runner)
     scheduler.abort("b")
     scheduler.check_integrity()
-    # Whoever comes now must not be given what the copy still reads or writes: the runner looks.
+    # A new request must not get what the copy still reads or writes: the runner checks it.
     requests["d"] = make_request("d", 9, 12, 9, ignore_eos=True)
     scheduler.add(requests["d"])
     outputs += stream(scheduler, runner)
@@ -125,7 +125,7 @@ def test_a_lost_plan_ends_the_requests_whose_copies_it_carried(delay: int, is_la
     scheduler = make_scheduler(max_in_flight=delay, **HOST)
     runner = FakeRunner(scheduler, delay)
     _, outputs = start(scheduler, runner)
-    assert send_away(scheduler, "b")
+    assert preempt_one(scheduler, "b")
     is_lost = False
     while not is_lost:
         plan = scheduler.schedule()
@@ -144,10 +144,10 @@ def test_after_a_lost_plan_a_slot_is_released_before_a_request_is_copied_to_it()
     scheduler = make_scheduler(max_in_flight=0, max_batch=1, num_blocks=12, **HOST)
     runner = FakeRunner(scheduler, 0)
     requests, outputs = start(scheduler, runner, "a")
-    assert send_away(scheduler, "a")
+    assert preempt_one(scheduler, "a")
     while scheduler.phase("a") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
-    # The plan that releases the slot never happens, and the next one to come into it is a copy.
+    # The plan that releases the slot is lost, and the slot's next request comes by a copy.
     urgent = make_request("b", 5, 4)
     urgent.priority = -1
     scheduler.add(urgent)
@@ -167,8 +167,8 @@ def cycle(*values: int) -> Callable[..., int]:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("accept", [0, 7, None])
-def test_a_round_verifies_and_leaves_as_many_drafts_as_it_is_told(delay: int, accept: int | None) -> None:
-    """Whatever stands where no draft was left; only drafts are counted as such, unless they are kept."""
+def test_a_round_verifies_and_leaves_as_many_drafts_as_its_shape_says(delay: int, accept: int | None) -> None:
+    """Also where id 0 replaces a missing draft; only real drafts count as drafts, unless id 0 is kept."""
     depths = (3, 1, 0, 7, 3)
     scheduler = make_scheduler(max_in_flight=delay, mtp_step=7, num_blocks=99, depth=cycle(*depths))
     runner = FakeRunner(scheduler, delay, accept=accept)
@@ -191,13 +191,13 @@ def test_a_round_verifies_and_leaves_as_many_drafts_as_it_is_told(delay: int, ac
 
 
 def test_a_depth_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"depth must lie in 0\.\.3 \(mtp_step\), got 4; choose another"):
+    with pytest.raises(ValueError, match=r"depth must be 0 to 3 \(mtp_step\), got 4; choose another"):
         make_scheduler(depth=lambda *_: 4)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("pattern", [(1,), (1, 0)])
-def test_rounds_run_as_two_halves_with_a_chunk_between_them(delay: int, pattern: tuple[int, ...]) -> None:
+def test_rounds_run_in_two_phases_with_a_chunk_between_them(delay: int, pattern: tuple[int, ...]) -> None:
     turns = cycle(*pattern)
     scheduler = make_scheduler(max_in_flight=delay, num_blocks=60, is_two_phase=lambda: bool(turns()))
     runner = FakeRunner(scheduler, delay)
@@ -207,7 +207,7 @@ def test_rounds_run_as_two_halves_with_a_chunk_between_them(delay: int, pattern:
     outputs += stream(scheduler, runner)
     check_tokens(requests, outputs)
     kinds = [plan.kind for plan in runner.plans]
-    # A round whose requests have ended by then is not accepted.
+    # A round whose requests have all ended by then is not accepted.
     assert kinds.count("accept") <= kinds.count("verify") <= kinds.count("accept") + delay
     assert kinds.count("accept") > 3
     assert ("decode" in kinds) == (len(pattern) > 1)
@@ -220,7 +220,7 @@ def test_rounds_run_as_two_halves_with_a_chunk_between_them(delay: int, pattern:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_what_ends_between_the_halves_is_given_away_after_them(delay: int, is_lost: bool) -> None:
+def test_what_ends_between_the_phases_is_released_after_them(delay: int, is_lost: bool) -> None:
     scheduler = make_scheduler(max_in_flight=delay, max_batch=2, is_two_phase=lambda: True)
     runner = FakeRunner(scheduler, delay)
     requests, outputs = start(scheduler, runner, "ab")
@@ -293,5 +293,5 @@ def test_what_is_owned_twice_is_found() -> None:
         scheduler.check_integrity()
     other.block_ids[0] = saved
     one.phase = RequestPhase.OFFLOADED
-    with pytest.raises(AssertionError, match="agrees with no place"):
+    with pytest.raises(AssertionError, match="disagrees with the location"):
         scheduler.check_integrity()

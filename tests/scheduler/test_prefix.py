@@ -1,4 +1,4 @@
-"""The prefix cache against a runner that knows whose state and keys every launch reads."""
+"""The prefix cache against a runner that checks whose state and keys every launch reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request_of(name: str, prompt: list[int], max_tokens: int = 6, seed: int = 0,
 
 
 def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[int]:
-    """Decode these to their ends and check their tokens; how much of their prompts was cached."""
+    """Decode requests to their ends and check their tokens; return the cached tokens of each prompt."""
     for request in requests:
         scheduler.add(request)
     stream(scheduler, runner)
@@ -63,7 +63,7 @@ def test_a_prompt_that_comes_again_resumes_at_the_last_end_before_its_last_token
     assert run(scheduler, runner, again) == [(length - 1) // CHUNK * CHUNK]
     chunks = [plan for plan in runner.plans[before:] if plan.kind == "prefill"]
     assert [plan.prompt_chunks[0].start for plan in chunks] == [(length - 1) // CHUNK * CHUNK]
-    # Its slot is given to it, with its own seed, before it is filled.
+    # The slot is admitted, with the request's own seed, before it is filled.
     kinds = [type(move) for move in chunks[0].moves]
     assert kinds[-2:] == ([Admit, Copy] if length > CHUNK else kinds[-2:])
     assert scheduler.pool.num_used == 0
@@ -76,7 +76,7 @@ def test_a_chat_that_grows_resumes_at_the_end_of_the_turn_before() -> None:
     for turn in range(5):
         request = request_of(str(turn), prompt, 7, turn)
         cached += run(scheduler, runner, request)
-        # The answer is prefilled with the next turn: what was decoded is in no cache.
+        # The answer is prefilled with the next turn: decoded tokens are not cached.
         prompt = [*prompt, *request.output_token_ids, *range(500 + turn, 504 + turn)]
     assert cached == [0, 16, 24, 40, 48]
 
@@ -85,8 +85,8 @@ def test_prompts_that_part_share_what_is_before_the_parting() -> None:
     scheduler, runner = make(num_snapshots=1)
     common = list(range(100, 120))
     tails = [[n] * 9 for n in (1, 2, 3)]
-    # One checkpoint, at the first one's end: the second shows where they part, and the third has the use of
-    # it.
+    # One snapshot, at the first prompt's end; the second prompt shows where they part, and the third resumes
+    # there.
     requests = [request_of(str(i), common + tail, seed=i) for i, tail in enumerate(tails)]
     assert [run(scheduler, runner, one)[0] for one in requests] == [0, 0, 16]
 
@@ -114,7 +114,7 @@ def test_rounds_are_the_same_with_and_without_a_hit(delay: int) -> None:
     metrics = []
     saved: tuple[Any, Any] = ({}, {})
     for name in "ab":
-        # Alike in what they accept.
+        # Both accept the same drafts.
         runner = FakeRunner(scheduler, delay, seed=4)
         runner.kv, runner.rows = saved
         request = make_request(name, 30, 25, 3, ignore_eos=True)
@@ -128,7 +128,7 @@ def test_rounds_are_the_same_with_and_without_a_hit(delay: int) -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 def test_of_two_equal_chunks_the_first_stays(delay: int) -> None:
     scheduler, runner = make(delay, max_batch=2)
-    # The second is computed whole too: its log probabilities are asked for.
+    # The second is computed whole too, because its log probabilities are requested.
     requests = [make_request(name, 20, 1, ord(name), prompt_logprobs=0) for name in "ab"]
     assert run(scheduler, runner, *requests) == [0, 0]
     assert scheduler.pool.num_kept == 4
@@ -212,7 +212,7 @@ def test_choices_share_the_prompt_that_the_first_of_them_computes(delay: int, nu
     assert [one.history.cached_tokens for one in choices] == [0] + [32] * (num_choices - 1)
 
 
-def test_a_prefix_that_is_shared_takes_room_once() -> None:
+def test_the_blocks_of_a_shared_prefix_count_once() -> None:
     # The prompt has 19 blocks of 4, of which 18 are of whole chunks: alone each would need most of the pool.
     scheduler, runner = make(1, num_blocks=45, max_model_len=400, num_snapshots=9, max_batch=4)
     requests = [request_of(str(index), list(range(100, 175)), 9, index) for index in range(3)]
@@ -226,8 +226,8 @@ def test_a_prefix_that_is_shared_takes_room_once() -> None:
     assert scheduler.num_recomputed == 0
 
 
-def test_whoever_waits_is_looked_up_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step somebody may ask how much of a prompt of thousands of chunks others hold."""
+def test_a_waiting_request_is_looked_up_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission may ask at every step how much of a prompt of thousands of chunks others hold."""
     scheduler, runner = make(1, num_blocks=20, max_batch=2)
     index, counts = scheduler.prefix.index, list[int]()
     count_shared = index.count_shared
@@ -237,7 +237,7 @@ def test_whoever_waits_is_looked_up_when_something_has_changed(monkeypatch: pyte
         return counts[-1]
 
     monkeypatch.setattr(index, "count_shared", note)
-    # Which asks too.
+    # This looks the request up too.
     monkeypatch.setattr(scheduler.prefix, "check_integrity", lambda: None)
     scheduler.add(request_of("a", list(range(100, 120)), 50, 1))
     scheduler.add(request_of("b", [*range(100, 120), *range(40)], 4, 2))
@@ -251,7 +251,7 @@ def test_whoever_waits_is_looked_up_when_something_has_changed(monkeypatch: pyte
     stream(scheduler, runner)
 
 
-def test_what_is_told_of_a_prompt_stays_when_it_is_replayed() -> None:
+def test_prompt_metrics_and_logprobs_stay_when_the_prompt_is_replayed() -> None:
     scheduler = make_scheduler(
         max_in_flight=0, num_blocks=41, block_size=8, max_model_len=300, max_batch=2, num_snapshots=8
     )
@@ -272,7 +272,7 @@ def test_what_is_told_of_a_prompt_stays_when_it_is_replayed() -> None:
     assert scheduler.prefix.num_lookups == 1
 
 
-def test_blocks_that_a_request_needs_are_given_up_the_oldest_first() -> None:
+def test_cached_blocks_that_a_request_needs_are_evicted_the_oldest_first() -> None:
     scheduler, runner = make(num_blocks=21, mtp_step=0, delay=0)
     prompts = [[n] * 17 for n in range(3)]
     for i, prompt in enumerate(prompts):
@@ -289,28 +289,28 @@ def test_blocks_that_a_request_needs_are_given_up_the_oldest_first() -> None:
     assert cached == [16, 0, 0]
 
 
-def test_a_long_prompt_gives_up_its_own_checkpoints_before_those_of_others() -> None:
+def test_a_long_prompt_loses_its_own_snapshots_before_those_of_others() -> None:
     scheduler, runner = make(num_snapshots=6, num_blocks=200, max_model_len=300)
     for i in range(3):
         run(scheduler, runner, request_of(str(i), [i] * 10, 2))
     run(scheduler, runner, make_request("long", 250, 2))
     others = [run(scheduler, runner, request_of(f"again {i}", [i] * 10, 2))[0] for i in range(3)]
     assert others == [8, 8, 8]
-    # It has kept its end, and what lies at multiples of powers of two.
+    # It has kept its end, and chunks at multiples of powers of two.
     index = scheduler._resources.prefix.index
     numbers = sorted(chunk.number for chunk in index._chunks.values() if chunk.snapshot is not None)
     assert numbers == [1, 1, 1, 16, 24, 31]
     assert run(scheduler, runner, make_request("half", 140, 2)) == [128]
 
 
-def test_a_checkpoint_that_lies_between_goes_and_its_blocks_stay() -> None:
+def test_an_inner_snapshot_is_evicted_and_its_blocks_stay() -> None:
     scheduler, runner = make(num_snapshots=1)
     run(scheduler, runner, make_request("a", 30, 2))
     assert scheduler.pool.num_kept == 6
     assert run(scheduler, runner, make_request("b", 30, 2), make_request("c", 20, 2)) == [24, 0]
 
 
-def test_a_checkpoint_needs_chunks_of_whole_blocks() -> None:
+def test_a_snapshot_needs_chunks_of_whole_blocks() -> None:
     with pytest.raises(
         ValueError, match="prefill_chunk must be a multiple of block_size=5 with a prefix cache"
     ):
@@ -318,7 +318,7 @@ def test_a_checkpoint_needs_chunks_of_whole_blocks() -> None:
 
 
 class PrefixMachine(SchedulerMachine):
-    """As before, and prompts that begin like others: shared, growing, of two salts, in small pools."""
+    """The base class with prompts that begin like others: shared, growing, of two salts, in small pools."""
 
     @initialize(
         mtp_step=st.integers(0, 3),
@@ -372,9 +372,9 @@ class PrefixMachine(SchedulerMachine):
 
     @rule()
     def refuse_host_memory(self) -> None:
-        self.runner.fails_spills = True
+        self.runner.fails_evictions = True
         self.step()
-        self.runner.fails_spills = False
+        self.runner.fails_evictions = False
 
     @rule()
     def break_next(self) -> None:
@@ -431,7 +431,7 @@ def test_nothing_is_lost_over_many_requests(has_host_tier: bool) -> None:
     assert prefix.index.num_evictions > 30
 
 
-def test_finish_all_leaves_no_trail() -> None:
+def test_finish_all_leaves_no_pending_insert() -> None:
     scheduler, runner = make()
     for i in range(4):
         scheduler.add(make_request(str(i), 20 + i, 9, i))
@@ -439,7 +439,7 @@ def test_finish_all_leaves_no_trail() -> None:
     assert scheduler._resources.prefix._pending == {}
 
 
-def spills_of(plan: StepPlan) -> list[Copy]:
+def evictions_of(plan: StepPlan) -> list[Copy]:
     return [move for move in plan.moves if isinstance(move, Copy) and move.target.tier == "prefix_host"]
 
 
@@ -448,7 +448,7 @@ PREFIX_HOST = {"prefix_host_records": 20, "prefix_host_blocks": 40}
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("copy_delay", [0, 2])
-def test_what_the_device_gives_up_comes_back_from_the_host(delay: int, copy_delay: int) -> None:
+def test_what_the_device_evicts_comes_back_from_the_host(delay: int, copy_delay: int) -> None:
     scheduler, runner = make(delay, num_blocks=21, mtp_step=0, **PREFIX_HOST)
     runner.copy_delay = copy_delay
     prompts = [[n] * 17 for n in range(3)]
@@ -460,17 +460,17 @@ def test_what_the_device_gives_up_comes_back_from_the_host(delay: int, copy_dela
     cached = [run(scheduler, runner, request_of(f"late {i}", p, 2))[0] for i, p in enumerate(prompts)]
     assert cached == [16, 16, 16]
     assert prefix.num_host_hits >= 2
-    # What has come back is on the device again.
+    # The state that came back is on the device again.
     hits = prefix.num_host_hits
     assert run(scheduler, runner, request_of("again", prompts[2], 2)) == [16]
     assert prefix.num_host_hits == hits
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_checkpoint_that_was_given_up_alone_comes_back_to_its_blocks(delay: int) -> None:
+def test_a_snapshot_that_was_evicted_alone_comes_back_to_its_blocks(delay: int) -> None:
     scheduler, runner = make(delay, num_snapshots=1, **PREFIX_HOST)
     run(scheduler, runner, make_request("a", 30, 2, 1))
-    # The ends before the last one were never worth a place on their own; a second prompt takes the only one.
+    # Inner chunks never got the only snapshot; a second prompt takes it from the first one's end.
     run(scheduler, runner, request_of("b", [5] * 20, 2, 2))
     before = len(runner.plans)
     assert run(scheduler, runner, make_request("c", 30, 2, 3)) == [24]
@@ -480,15 +480,15 @@ def test_a_checkpoint_that_was_given_up_alone_comes_back_to_its_blocks(delay: in
     assert back.has_rows
 
 
-def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost() -> None:
+def test_nothing_is_found_in_the_host_tier_before_its_copy_is_done_or_if_it_was_lost() -> None:
     for is_lost in (False, True):
         scheduler, runner = make(0, num_snapshots=1, **PREFIX_HOST)
         runner.copy_delay = 1000
         run(scheduler, runner, make_request("a", 30, 2, 1))
         scheduler.add(request_of("b", [5] * 20, 2, 2))
-        while not (runner.plans and spills_of(runner.plans[-1])):
+        while not (runner.plans and evictions_of(runner.plans[-1])):
             plan = scheduler.schedule()
-            runner.fail_next = is_lost and plan is not None and bool(spills_of(plan))
+            runner.fail_next = is_lost and plan is not None and bool(evictions_of(plan))
             scheduler.update(runner.run(plan))
             scheduler.check_integrity()
         assert scheduler.prefix.prefix_host.num_records_used == (not is_lost)
@@ -498,14 +498,14 @@ def test_nothing_is_found_on_the_shelf_before_its_copy_is_done_or_if_it_was_lost
         scheduler.check_integrity()
 
 
-def test_a_host_without_memory_makes_the_shelf_smaller() -> None:
+def test_a_host_without_memory_shrinks_the_host_tier() -> None:
     scheduler, runner = make(1, num_snapshots=1, **PREFIX_HOST)
-    runner.fails_spills = True
+    runner.fails_evictions = True
     for name in "abc":
         run(scheduler, runner, request_of(name, [ord(name)] * 20, 2, ord(name)))
     prefix_host = scheduler.prefix.prefix_host
     assert (prefix_host.num_records_used, prefix_host.num_blocks_used) == (0, 0)
-    runner.fails_spills = False
+    runner.fails_evictions = False
     run(scheduler, runner, request_of("d", [7] * 20, 2, 4), request_of("e", [8] * 20, 2, 5))
     assert (prefix_host.num_records_used, prefix_host.num_blocks_used) == (0, 0)
 
@@ -514,7 +514,7 @@ def saves(plans: list[StepPlan]) -> int:
     return sum(len(plan.saves) for plan in plans)
 
 
-def test_a_hit_copies_nothing_that_is_there() -> None:
+def test_a_hit_saves_no_snapshot_again() -> None:
     scheduler, runner = make()
     run(scheduler, runner, make_request("a", 33, 2))
     assert saves(runner.plans) == 4
@@ -522,12 +522,13 @@ def test_a_hit_copies_nothing_that_is_there() -> None:
     assert saves(runner.plans) == 4
 
 
-# Of the first 400 those with which blocks were lost while they were released before the first chunk was
+# Those of the first 400 seeds that lose blocks if host entries are released before the first chunk is
 # planned.
 @pytest.mark.parametrize("seed", [43, 104, 127, 162, 185, 200, 266, 281, 303, 342, 366, 373, 378, 396, 399])
-def test_what_comes_back_from_a_small_shelf_is_what_went_there(seed: int) -> None:
-    """Few checkpoints, a tree of chunks, and a shelf that a restored prompt about fills: what its first chunk
-    pushes out must not go where its own blocks still lie. The runner compares all that it computes with."""
+def test_what_comes_back_from_a_small_host_tier_is_what_went_there(seed: int) -> None:
+    """Few snapshots, a tree of chunks, and a host tier that a restored prompt nearly fills: what its first
+    chunk evicts must not overwrite its own blocks there. The runner checks all that it computes with.
+    """
     rng = random.Random(seed)
     scheduler = make_scheduler(
         num_snapshots=rng.randint(2, 6),

@@ -1,4 +1,4 @@
-"""Blocks run short: requests leave and come back, or are replayed; tokens, order and ownership stay."""
+"""Blocks run short: requests are offloaded and resumed, or replayed; tokens, order and ownership stay."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> None:
-    """When masks are made, grammars have taken what the device has, and drafts are those of the round."""
+    """When masks are made, grammars have taken every token on the device, and drafts are the round's."""
     for window in scheduler.windows(plan):
         row = runner.row(plan.slots[window.row // (plan.shape.verify + 1)])
         assert isinstance(window.guide, Recorder)
@@ -56,7 +56,7 @@ def check_windows(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> N
 
 
 def masked_step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
-    """`step`, with a look at what masks would be made of."""
+    """Do `step`, and check what masks would be made from."""
     plan = scheduler.schedule()
     scheduler.check_integrity()
     if plan is not None and plan.is_guided:
@@ -71,7 +71,7 @@ def masked_step(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]
 
 
 def check_drafts(runner: FakeRunner, plan: StepPlan, outputs: list[RequestOutput]) -> None:
-    """Whoever asks is told what the round of these tokens had verified, but for what was known before."""
+    """A request with include_drafts gets the drafts that its rounds verified, except known tokens."""
     for output in outputs:
         if output.drafts is None or plan.kind not in ("decode", "accept") or not output.new_token_ids:
             assert not output.drafts
@@ -86,7 +86,7 @@ def check_drafts(runner: FakeRunner, plan: StepPlan, outputs: list[RequestOutput
 
 
 class Log:
-    """What the callers of requests were given."""
+    """Collects and checks the outputs of requests."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -125,7 +125,7 @@ class Log:
             else:
                 assert not self.drafts[name]
             kept = sum(n * count for n, count in enumerate(history.rounds_by_accepted))
-            # A round gives its bonus token too, but for one that a stop has cut.
+            # A round gives its bonus token too, unless a stop has cut it off.
             assert len(expected) - 1 - history.rounds <= kept <= max(len(expected) - 1, 0)
 
 
@@ -151,7 +151,7 @@ TRAFFIC = st.fixed_dictionaries(
 
 
 def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
-    """Random requests on a tiny pool, each checked against what it gives alone."""
+    """Random requests on a tiny pool; the tokens of each must be those that it gives alone."""
     rng = random.Random(traffic["seed"])
     mtp_step = traffic["mtp_step"]
     policies: dict[str, Any] = {
@@ -165,7 +165,7 @@ def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
         **{name: traffic[name] for name in sizes},
         **(policies if traffic["has_policies"] else {}),
     )
-    # With fewer than are meant to be free, requests come and go all the time.
+    # With fewer tokens ahead than usual, requests are preempted all the time.
     scheduler._planner._admission.tokens_ahead = traffic["tokens_ahead"]
     runner = FakeRunner(
         scheduler,
@@ -246,7 +246,7 @@ def run_all(scheduler: Scheduler, runner: FakeRunner) -> Log:
 @pytest.mark.parametrize("host_records", [0, 8])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("mtp_step", [0, 3])
-def test_eight_requests_on_a_pool_for_one_and_a_half_all_finish_in_their_order(
+def test_eight_requests_on_a_pool_for_one_and_a_half_all_finish_in_order(
     host_records: int, delay: int, mtp_step: int
 ) -> None:
     host = {"host_records": host_records, "host_blocks": host_records * 20}
@@ -258,12 +258,12 @@ def test_eight_requests_on_a_pool_for_one_and_a_half_all_finish_in_their_order(
     assert (scheduler.num_recomputed > 0) == (host_records == 0)
     if host_records == 0 and mtp_step:
         assert runner.num_uploaded > 0
-    # At most one move for 64 tokens that were gained.
+    # At most one preemption per 64 gained tokens.
     assert scheduler.num_offloaded + scheduler.num_recomputed <= 8 * 200 / 64
 
 
-def test_a_request_that_was_told_nothing_waits_again_and_nothing_is_replayed() -> None:
-    # The second takes all that is free, and the first soon needs a block.
+def test_a_request_without_output_waits_again_and_nothing_is_replayed() -> None:
+    # The second takes all free blocks, and the first soon needs one.
     chunks = {"prefill_chunk": 16, "num_snapshots": 2}
     scheduler, runner = start(12, [(20, 120), (130, 5)], max_in_flight=0, **chunks)
     scheduler._planner._admission.tokens_ahead = -200
@@ -290,14 +290,14 @@ def test_many_that_ask_for_much_and_need_little_run_together() -> None:
     assert most > 20
 
 
-def test_a_lower_priority_is_sooner_and_nobody_waits_for_ever() -> None:
+def test_a_lower_priority_starts_sooner_and_no_request_waits_for_ever() -> None:
     scheduler, runner = start(200, [], max_batch=1, max_in_flight=0, mtp_step=0)
     for index in range(40):
         request = make_request(str(index), 3, 2, seed=index, ignore_eos=True)
         request.priority = 5 if index == 0 else -index % 3
         scheduler.add(request)
     ended = list(run_all(scheduler, runner).last)
-    # The eighth place is that of whoever has waited longest, whatever its priority.
+    # The eighth admission goes to the request that has waited longest, whatever its priority.
     assert ended.index("0") == 7
     others = [name for name in ended if name != "0"]
     sooner = [name for name in others if int(name) % 3 == 0]
@@ -305,8 +305,8 @@ def test_a_lower_priority_is_sooner_and_nobody_waits_for_ever() -> None:
     assert ended[:7] == sooner[:7]
 
 
-def test_whoever_has_waited_longest_is_found_without_a_look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nobody has room that is asked at every step; the answer is that of a look at everybody."""
+def test_the_oldest_request_is_found_without_a_scan_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there is no room, the queue is asked at every step; the answer equals that of a full scan."""
     line, rng, looks = WaitingQueue(), random.Random(3), [0]
     waiting = list[ScheduledRequest]()
 
@@ -330,7 +330,7 @@ def test_whoever_has_waited_longest_is_found_without_a_look_at_all(monkeypatch: 
     assert looks[0] < 100
 
 
-def test_whoever_got_its_place_after_its_wait_is_not_sent_away_for_others() -> None:
+def test_a_request_that_was_due_is_not_preempted_for_others() -> None:
     scheduler, runner = start(14, [], max_batch=3, max_in_flight=0, mtp_step=0)
     scheduler._planner._admission.tokens_ahead = 0
     old = make_request("old", 10, 150, seed=99, ignore_eos=True)
@@ -342,7 +342,7 @@ def test_whoever_got_its_place_after_its_wait_is_not_sent_away_for_others() -> N
     assert order.index("old") < 40
 
 
-def test_a_token_that_does_not_come_again_ends_its_request_by_name() -> None:
+def test_a_replayed_token_that_differs_ends_its_request_by_name() -> None:
     scheduler, runner = start(31, [(20, 300)] * 3, max_in_flight=1)
     log = Log()
     while not scheduler.num_recomputed:
@@ -359,7 +359,7 @@ def test_a_token_that_does_not_come_again_ends_its_request_by_name() -> None:
     assert output.finish_reason == "error"
     assert output.error is not None
     assert output.error.startswith(
-        f"a replayed token must be what it was, got {known[10] - 1} for {known[10]}"
+        f"a replayed token must equal the original, got {known[10] - 1} for {known[10]}"
     )
     assert "at output token 10;" in output.error
     assert {log.last[name].finish_reason for name in "012" if name != output.request_id} == {"length"}
@@ -428,8 +428,8 @@ def test_a_host_tier_that_turns_out_smaller_is_used_as_far_as_it_goes() -> None:
     assert scheduler.num_recomputed > 0
 
 
-def test_whoever_is_replayed_comes_back_when_what_it_had_fits() -> None:
-    """Else it would be sent away again before it has gained a token."""
+def test_a_replayed_request_is_admitted_when_its_known_tokens_fit() -> None:
+    """Else it would be preempted again before it gains a token."""
     scheduler, runner = start(131, [(20, 900)] * 3, max_in_flight=1, block_size=8, max_batch=4)
     runner.accept = 1
     run_all(scheduler, runner)

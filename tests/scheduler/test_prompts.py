@@ -1,4 +1,4 @@
-"""Who shares a launch of prompts: as many as fit, in order, as long as nobody waits for another's part."""
+"""Which prompts share a launch: as many as fit, in order, unless one waits for the prefix of another."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def make(delay: int = 1, **numbers: Any) -> tuple[Scheduler, FakeRunner]:
 
 
 def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[list[tuple[str, int]]]:
-    """Decode these; of each launch of prompts whose piece it had, and of how many tokens."""
-    told = len(runner.plans)
+    """Decode requests; return, for each prefill launch, its requests and their numbers of tokens."""
+    num_before = len(runner.plans)
     for request in requests:
         scheduler.add(request)
     owners: dict[tuple[int, int], str] = {}
@@ -31,7 +31,7 @@ def run(scheduler: Scheduler, runner: FakeRunner, *requests: Request) -> list[li
         owners |= {(one.slot, one.generation): one.request.request_id for one in held}
     limit = scheduler.limits.max_model_len
     assert [one.output_token_ids for one in requests] == [expected_tokens(one, limit) for one in requests]
-    prefills = [plan for plan in runner.plans[told:] if plan.kind == "prefill"]
+    prefills = [plan for plan in runner.plans[num_before:] if plan.kind == "prefill"]
     return [
         [
             (owners[owner], len(prompt_chunk.token_ids))
@@ -51,15 +51,15 @@ def requests_of(**lengths: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_prompts_share_a_launch_in_their_order_and_none_is_cut_for_it(delay: int) -> None:
+def test_prompts_share_a_launch_in_order_and_none_is_cut_for_it(delay: int) -> None:
     scheduler, runner = make(delay)
     found = run(scheduler, runner, *requests_of(a=3, b=9, c=20, d=1, e=2, f=50, g=8, h=8))
-    # Rows of 8 begin a piece: 8 + 16 and 16 left. Four at most. Of f no part; nobody passes it.
+    # Chunks begin at multiples of 8 rows: 8 + 16 and 16 left. Four at most. No part of f; none overtakes it.
     assert found[0] == [("a", 3), ("b", 9)]
     assert found[1:] == [[("c", 20), ("d", 1), ("e", 2)], [("f", 40)], [("f", 10), ("g", 8), ("h", 8)]]
 
 
-def test_launches_are_shared_no_more_than_they_may_be() -> None:
+def test_a_launch_has_at_most_max_prompt_chunks() -> None:
     scheduler, runner = make()
     scheduler.share_launches(1)
     assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests_of(a=3, b=3, c=3))] == [
@@ -78,17 +78,17 @@ def test_while_rounds_wait_a_launch_is_short_for_all_together(delay: int) -> Non
     scheduler.add(make_request("old", 3, 60, ignore_eos=True))
     while not any(plan.kind == "decode" for plan in runner.plans):
         step(scheduler, runner)
-    told = len(runner.plans)
+    num_before = len(runner.plans)
     for request in requests_of(a=8, b=8, c=8):
         scheduler.add(request)
     stream(scheduler, runner)
-    kinds = [(plan.kind, len(plan.slots)) for plan in runner.plans[told : told + 4]]
+    kinds = [(plan.kind, len(plan.slots)) for plan in runner.plans[num_before : num_before + 4]]
     assert [kind for kind in kinds if kind[0] == "prefill"] == [("prefill", 2), ("prefill", 1)]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_first_tokens_apart_follow_the_launch_one_by_one(delay: int) -> None:
-    """What wants masks or log probabilities shares a launch; a prompt's own log probabilities do not."""
+    """Two-phase requests share a launch; a prompt with log probabilities of its own does not."""
     scheduler, runner = make(delay)
     prompts = [[1000 * n] * 3 for n in range(5)]
     fields: list[dict[str, Any]] = [{"logprobs": 1}, {}, {"logprobs": 2}, {"prompt_logprobs": 1}, {}]
@@ -102,8 +102,8 @@ def test_first_tokens_apart_follow_the_launch_one_by_one(delay: int) -> None:
     assert kinds[:3] == ["prefill", "first", "first"]
 
 
-def test_prompts_that_begin_alike_wait_for_one_another() -> None:
-    """The second learns where they part, the third begins there; others go beside the first."""
+def test_prompts_with_a_common_beginning_wait_for_one_another() -> None:
+    """The second shows where they part, the third resumes there; others share the launch of the first."""
     scheduler, runner = make(num_snapshots=8, prefix_step=8)
     prompts = {"a": [*range(8), 50, 51], "other": [9] * 7, "b": [*range(8), 60], "c": [*range(8), 70, 71]}
     found = run(
@@ -118,8 +118,10 @@ def test_prompts_that_begin_alike_wait_for_one_another() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_checkpoint_taken_over_in_a_launch_is_not_saved_over_behind_it(delay: int) -> None:
-    """Of the only place: the first prompt takes it, the second brings its state from the host into it."""
+def test_a_snapshot_filled_by_a_move_is_not_overwritten_after_the_launch(delay: int) -> None:
+    """There is one snapshot: the first prompt takes it, and the second brings its state from the host into
+    it.
+    """
     host = {"prefix_host_records": 8, "prefix_host_blocks": 40}
     scheduler, runner = make(delay, num_snapshots=1, **host)
     known, *others = requests_of(a=19, b=19, c=17)
@@ -133,7 +135,7 @@ def test_a_checkpoint_taken_over_in_a_launch_is_not_saved_over_behind_it(delay: 
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_an_error_ends_everybody_in_the_launch_and_nobody_else(delay: int) -> None:
+def test_an_error_ends_the_requests_of_its_launch_alone_with_shared_prompts(delay: int) -> None:
     scheduler, runner = make(delay)
     for request in requests_of(a=3, b=3, c=40):
         scheduler.add(request)

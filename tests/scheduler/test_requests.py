@@ -1,4 +1,4 @@
-"""Requests with grammars, log probabilities or several choices, among others: the order of their plans."""
+"""Requests with grammars, log probabilities or several choices among others: the order of their plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_sc
 
 
 class Recorder:
-    """A grammar that takes what it is told to and remembers it; broken or ended after `limit` tokens."""
+    """A grammar that takes every token and remembers it; broken or ended after `limit` tokens."""
 
     def __init__(self, limit: int = 1000, is_broken: bool = False) -> None:
         self.limit, self.is_broken = limit, is_broken
@@ -110,7 +110,7 @@ def test_grammars_know_every_token_when_masks_are_made_and_tokens_do_not_change(
             assert [entry.logprob for entry in entries] == [-float(token) for token in tokens]
 
 
-def test_rounds_are_halved_only_while_a_request_needs_it() -> None:
+def test_rounds_have_two_phases_only_while_a_request_needs_them() -> None:
     scheduler = make_scheduler(max_in_flight=0)
     runner = FakeRunner(scheduler, 0, accept=0)
     scheduler.add(make_request("plain", 3, 30, ignore_eos=True))
@@ -205,7 +205,7 @@ def test_choices_run_on_their_own_and_end_together_at_an_abort() -> None:
     assert not scheduler.has_unfinished()
 
 
-def test_after_an_interrupt_the_choices_that_wait_go_on() -> None:
+def test_after_an_interrupt_waiting_choices_go_on() -> None:
     scheduler = make_scheduler(max_in_flight=0, max_batch=2, num_blocks=60)
     runner = FakeRunner(scheduler, 0)
     scheduler.add(*choices_of("n", 4))

@@ -1,4 +1,4 @@
-"""Prompts that resume at steps shorter than a launch: prefill goes by position."""
+"""Prompts that resume at multiples of a step shorter than a launch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.scheduler.test_prefix import make, request_of, run
 
 
 @pytest.mark.parametrize("chunk", [8, 32, 64])
-def test_a_parting_within_a_launch_is_a_place_to_resume_at(chunk: int) -> None:
-    """It lies before the place where the prompt itself would resume, often in the same launch."""
+def test_a_parting_within_a_launch_is_a_resume_point(chunk: int) -> None:
+    """It is before the prompt's own resume point, often in the same launch."""
     scheduler, runner = make(prefill_chunk=chunk, prefix_step=4)
     common = list(range(100, 120))
     requests = [request_of(str(n), [*common, *[n] * 9], seed=n) for n in range(5)]
@@ -21,7 +21,7 @@ def test_a_parting_within_a_launch_is_a_place_to_resume_at(chunk: int) -> None:
     assert cached == [0, 16 if chunk == 8 else 0, 20, 20, 20]
 
 
-def test_a_launch_leaves_a_place_to_resume_at_only_where_that_saves_enough() -> None:
+def test_a_launch_leaves_a_resume_point_only_where_that_saves_enough() -> None:
     """And never ends because of it."""
     scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=16)
     for length, marks in ((15, [0]), (18, [16]), (40, [0, 0]), (51, [0, 16])):
@@ -34,16 +34,16 @@ def test_a_launch_leaves_a_place_to_resume_at_only_where_that_saves_enough() -> 
 
 @pytest.mark.parametrize(("length", "kept"), [(12, []), (16, [16]), (20, [16]), (48, [32, 44])])
 def test_a_prompt_leaves_its_very_end_only_where_that_saves_enough(length: int, kept: list[int]) -> None:
-    """It is known where the prompt is as long as whole chunks; of 48 tokens the end of the first launch is
-    kept, and the last place before its end."""
+    """The end has a key if the prompt is whole chunks long; of 48 tokens the end of the first launch is kept,
+    and the last resume point before the end."""
     scheduler, runner = make(prefill_chunk=32, prefix_step=4, least_saved=12 if length == 48 else 16)
     run(scheduler, runner, request_of("a", [1] * length))
     chunks = scheduler.prefix.index._chunks.values()
     assert [4 * chunk.number for chunk in chunks if chunk.snapshot is not None] == kept
 
 
-def test_a_launch_has_one_mark() -> None:
-    """A second place in a piece ends it, and so does a place in the piece of another prompt."""
+def test_a_launch_has_one_snapshot_offset() -> None:
+    """A second snapshot position in a chunk ends it; so does the first one in another prompt's chunk."""
     scheduler, runner = make(prefill_chunk=64, prefix_step=4, max_batch=3, max_prompt_chunks=3)
     common = list(range(100, 120))
     run(scheduler, runner, request_of("0", [*common, *[0] * 9]))
@@ -65,8 +65,8 @@ def test_a_launch_has_one_mark() -> None:
     assert prompt_chunks == [[(0, 21, 20), (0, 20, 0)], [(20, 1, 0)]]
 
 
-def test_who_shares_little_does_not_wait_for_it() -> None:
-    """Four common tokens without a checkpoint behind them are no reason to wait for another's end."""
+def test_a_prompt_with_little_in_common_does_not_wait() -> None:
+    """Four common tokens without a snapshot after them are no reason to wait for another prompt."""
     expected = []
     for common in (4, 16):
         scheduler, runner = make(1, prefill_chunk=16, prefix_step=4, max_batch=2)
@@ -82,7 +82,7 @@ def test_who_shares_little_does_not_wait_for_it() -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("length", [1, 4, 5, 15, 16, 17, 30, 33])
-def test_where_prefill_goes_by_position_a_prompt_resumes_at_any_step(length: int, delay: int) -> None:
+def test_a_prompt_resumes_at_any_multiple_of_prefix_step(length: int, delay: int) -> None:
     """Chunks of 16 tokens, steps of 4."""
     scheduler, runner = make(delay, prefill_chunk=16, prefix_step=4)
     assert run(scheduler, runner, make_request("a", length, 6, 1)) == [0]

@@ -1,4 +1,4 @@
-"""The scheduler against a runner in pure Python that knows what every launch writes and when it is read."""
+"""The scheduler against a runner in pure Python that checks what every launch writes and reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fake_runner import (
     finish_all,
     make_request,
     make_scheduler,
-    send_away,
+    preempt_one,
     step,
     stream,
 )
@@ -105,7 +105,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
         make_scheduler(prefill_chunk=0)
 
 
-def test_a_full_house_runs_a_request_of_max_model_len() -> None:
+def test_a_full_batch_runs_a_request_of_max_model_len() -> None:
     scheduler = make_scheduler(num_blocks=11, max_batch=1)
     runner = FakeRunner(scheduler, 1, accept=3)
     scheduler.add(make_request("a", 20, 100, ignore_eos=True))
@@ -166,7 +166,7 @@ def test_abort_at_any_time_frees_everything_once_and_leaves_the_others(steps: in
     assert scheduler.pool.num_used == 0
 
 
-def test_a_forgotten_request_leaves_no_output_and_an_aborted_id_is_in_use_until_it_was_told() -> None:
+def test_a_forgotten_request_leaves_no_output_and_an_aborted_id_is_in_use_until_its_output_is_taken() -> None:
     scheduler = make_scheduler()
     runner = FakeRunner(scheduler, 0)
     for name in "abc":
@@ -193,7 +193,7 @@ def test_a_forgotten_request_leaves_no_output_and_an_aborted_id_is_in_use_until_
     seed=st.integers(0, 1000),
     accepts_all=st.booleans(),
 )
-def test_rounds_planned_without_a_look_are_those_a_look_would_plan(
+def test_rounds_planned_ahead_equal_those_planned_one_by_one(
     mtp_step: int,
     delay: int,
     max_batch: int,
@@ -224,7 +224,7 @@ def test_rounds_planned_without_a_look_are_those_a_look_would_plan(
     assert run(False) == run(True)
 
 
-def test_a_batch_that_does_not_change_is_looked_at_seldom() -> None:
+def test_a_batch_that_does_not_change_is_seldom_examined() -> None:
     scheduler = make_scheduler(block_size=16, num_blocks=200, max_model_len=1000)
     runner = FakeRunner(scheduler, 1, accept=3)
     for name in "abc":
@@ -238,7 +238,7 @@ def test_a_batch_that_does_not_change_is_looked_at_seldom() -> None:
     scheduler._planner._look_ahead = counted  # type: ignore[method-assign]
     stream(scheduler, runner)
     rounds = [plan for plan in runner.plans if plan.kind == "decode"]
-    # Eight blocks hold 32 whole windows; more looks where requests come and go.
+    # Eight blocks hold 32 whole windows; more examinations where requests come and go.
     assert len(rounds) > 220
     assert looks[0] < 20
     assert sum(bool(plan.block_updates) for plan in rounds) < 10
@@ -324,8 +324,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
-    def send_away(self, data: st.DataObject) -> None:
-        send_away(self.scheduler, data.draw(st.sampled_from(sorted(self.requests))))
+    def preempt_one(self, data: st.DataObject) -> None:
+        preempt_one(self.scheduler, data.draw(st.sampled_from(sorted(self.requests))))
 
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
-from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler, send_away
+from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler, preempt_one
 from tests.scheduler.test_prefix import request_of
 from tests.scheduler.test_pressure import Recorder, check_windows
 
@@ -60,8 +60,10 @@ _SIZES = (
 
 
 class Traffic:
-    """Random requests, of which many begin like others, and what may befall them; each operation is followed
-    by a look at who owns what, and each launch by one at what it reads and writes (`FakeRunner`)."""
+    """Random requests, many with the beginning of others, and random faults.
+
+    Ownership is checked after each operation, and each launch's reads and writes by `FakeRunner`.
+    """
 
     def __init__(self, traffic: dict[str, Any]) -> None:
         self.traffic = traffic
@@ -87,7 +89,7 @@ class Traffic:
         self.chats: list[list[int]] = [[100, 101] * 10, [100] * 17]
 
     def run(self, num_requests: int) -> Scheduler:
-        """All of them to their ends."""
+        """Run all requests to their ends."""
         traffic, scheduler, rng, waiting = self.traffic, self.scheduler, self.rng, num_requests
         for _ in range(600 * num_requests):
             while waiting and (rng.random() < traffic["arrival_rate"] or not scheduler.has_unfinished()):
@@ -95,18 +97,18 @@ class Traffic:
                 self.add()
             if not (waiting or scheduler.has_unfinished()):
                 break
-            self.befall()
+            self.disturb()
             self.take(self.step())
-            self.runner.fails_spills = False
+            self.runner.fails_evictions = False
             self.runner.plans = self.runner.plans[-8:]
         assert self.reasons.keys() == self.requests.keys(), "the requests do not end"
-        while self.runner.copies:  # Of requests that were aborted on their way.
+        while self.runner.copies:  # Outputs of requests that were aborted meanwhile.
             self.step()
         assert scheduler.pool.num_used == scheduler.num_running == scheduler.num_waiting == 0
         return scheduler
 
     def step(self) -> list[RequestOutput]:
-        """One step, and what grammars make of it."""
+        """Do one step, and check the windows of grammars."""
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is not None and plan.is_guided:
@@ -116,7 +118,7 @@ class Traffic:
         return self.scheduler.take_outputs()
 
     def add(self) -> None:
-        """A request that goes on from what others began with, or from nothing."""
+        """Add a request that continues the beginning of another, or begins anew."""
         rng, name = self.rng, str(len(self.requests))
         chat = rng.choice([[], *self.chats])
         kept = len(chat) if rng.random() < 0.7 else rng.randint(0, len(chat))
@@ -144,8 +146,8 @@ class Traffic:
         for request in choices:
             self.requests[request.key], self.tokens[request.key] = request, []
 
-    def befall(self) -> None:
-        """What callers and machines do."""
+    def disturb(self) -> None:
+        """Abort a request, or inject a fault."""
         traffic, rng, scheduler = self.traffic, self.rng, self.scheduler
         live = sorted({name for name, _ in self.requests.keys() - self.reasons.keys()})
         live = [name for name in live if scheduler.is_live(name)]
@@ -153,7 +155,7 @@ class Traffic:
             scheduler.abort(rng.choice(live))
             scheduler.check_integrity()
         if live and rng.random() < traffic["fault_rate"]:
-            fault = rng.choice(["fail_next", "lose_next", "recover", "fails_spills", "broken"])
+            fault = rng.choice(["fail_next", "lose_next", "recover", "fails_evictions", "broken"])
             if fault == "recover":
                 self.runner.drop()
                 scheduler.recover("interrupted")
@@ -163,10 +165,10 @@ class Traffic:
             else:
                 setattr(self.runner, fault, True)
         if live and rng.random() < traffic["move_rate"]:
-            send_away(scheduler, rng.choice(live))
+            preempt_one(scheduler, rng.choice(live))
 
     def take(self, outputs: list[RequestOutput]) -> None:
-        """What callers are told is what they would be told alone."""
+        """Take the outputs; each request must get the tokens that it gets alone."""
         for output in outputs:
             key = (output.request_id, output.index)
             assert key not in self.reasons, "output after the end"
@@ -188,5 +190,5 @@ class Traffic:
 
 @given(traffic=TRAFFIC)
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_befalls_requests_their_tokens_are_those_of_each_alone(traffic: dict[str, Any]) -> None:
+def test_under_all_faults_tokens_are_those_of_each_request_alone(traffic: dict[str, Any]) -> None:
     Traffic(traffic).run(5)

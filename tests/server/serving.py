@@ -1,4 +1,4 @@
-"""Servers for tests: on loopback, in a thread; over a real engine or over one that says what it is told."""
+"""Servers for tests: on loopback, in a thread, over a real or a scripted engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TEMPLATE = """\
 
 
 def make_family(directory: Path, form: str) -> Path:
-    """A checkpoint directory without weights whose tokenizer and template are like the family's."""
+    """Make a checkpoint directory without weights, with a tokenizer and template like the family's."""
     directory.mkdir()
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(CHECKPOINT / name, directory)
@@ -61,13 +61,13 @@ def make_family(directory: Path, form: str) -> Path:
 
 
 class Stats:
-    """What the scripted engine says of itself."""
+    """The scripted engine's statistics."""
 
 
 class ScriptedEngine:
-    """Says `script` (token ids) to everybody, `chunk` tokens a step, through the real detokenizer.
+    """Gives `script` (token ids) to every request, `chunk` tokens per step, through the real detokenizer.
 
-    `before_step` runs in the stepping thread; raising there is the engine's death.
+    `before_step` runs in the stepping thread; if it raises, the engine dies.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -87,7 +87,7 @@ class ScriptedEngine:
         self._count = 0
 
     def say(self, text: str, *, by_character: bool = False, chunk: int = 1) -> None:
-        """Set the script to the tokens of a text; family tokens stay whole, unless they are spelt."""
+        """Set the script to the tokens of a text; the family's special tokens stay whole unless `spelt`."""
         pieces = list(text) if by_character else [text]
         self.script = [token for piece in pieces for token in self.tokenizer.encode(piece)]
         self.chunk = chunk
@@ -102,7 +102,7 @@ class ScriptedEngine:
         priority: int = 0,
         request_id: str | None = None,
     ) -> str:
-        """Take a request as the engine does."""
+        """Add a request, like the engine."""
         ids = list(prompt_token_ids or ())
         if not ids:
             raise ValueError("prompt must have at least one token, got none; give some text or token ids")
@@ -127,21 +127,21 @@ class ScriptedEngine:
         return name
 
     def abort(self, request_id: str) -> None:
-        """End a request; the next step says so."""
+        """End a request; the next step reports it."""
         if request_id not in self._running:
             raise ValueError("request_id must be running")
         self.aborted.append(request_id)
         self._running[request_id]["is_aborted"] = True
 
     def check(self) -> None:
-        """Nothing ends it between two steps."""
+        """Do nothing: no fault ends this engine between steps."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether somebody has not heard all."""
+        """Return whether a request has not had all its tokens."""
         return bool(self._running)
 
     def step(self) -> list[RequestOutput]:
-        """Say `chunk` more tokens to everybody."""
+        """Give `chunk` more tokens to every request."""
         self.before_step()
         time.sleep(self.step_s)
         return [self._output(name, state) for name, state in list(self._running.items())]
@@ -171,7 +171,7 @@ class ScriptedEngine:
         return RequestOutput(name, new, text, metrics, reason, self.error, logprobs, error_kind=kind)
 
     def stats(self) -> Any:
-        """As the engine's."""
+        """Return statistics like the engine's."""
         from compiled_mtp.engine import EngineStats
         from compiled_mtp.spec.stats import SpeculationStats
 
@@ -180,7 +180,7 @@ class ScriptedEngine:
         return EngineStats(running, 0, 0, running, 64, 0, 0, none, {MTP_STEP: {"best": 5, "probe": 1}})
 
     def close(self) -> None:
-        """End; who serves it again serves nobody's requests of before."""
+        """Forget all requests; a later server starts with none of them."""
         self.is_closed = True
         self._running.clear()
 
@@ -193,7 +193,7 @@ class Running:
         self.host, self.port = "127.0.0.1", int(url.rsplit(":", 1)[1])
 
     def stop(self) -> None:
-        """End as SIGTERM does."""
+        """End as at SIGTERM."""
         self.server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
@@ -201,7 +201,7 @@ class Running:
 
 @contextmanager
 def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) -> Iterator[Running]:
-    """Serve an engine until the block is left."""
+    """Serve an engine during the block."""
     defaults: dict[str, Any] = {
         "prompt_workers": 1,
         "drain_timeout_s": 2.0,

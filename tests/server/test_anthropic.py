@@ -74,7 +74,7 @@ def test_tools_and_thinking(scripted: Any, by_character: bool) -> None:
         b.model_dump(exclude=strip) for b in whole.content
     ]
     assert final.stop_reason == "tool_use"
-    # The turn after, with what the client keeps of it.
+    # The next turn, with the part of this answer that the client keeps.
     engine.say("Rain.")
     history = [
         *MESSAGES,
@@ -112,7 +112,7 @@ def test_stops_and_lengths(scripted: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["1e999", '"\\ud800"'])
-def test_arguments_that_no_answer_can_hold_stay_text(scripted: Any, value: str) -> None:
+def test_arguments_that_are_no_json_stay_text(scripted: Any, value: str) -> None:
     server, engine, form = scripted
     engine.say(
         {
@@ -175,7 +175,7 @@ def test_errors_in_its_form(scripted: Any, fields: Any, status: int, kind: str) 
     assert answer.headers["request-id"].startswith("req_")
 
 
-def test_keys_and_errors_of_a_request_that_runs(scripted: Any) -> None:
+def test_keys_and_errors_of_a_running_request(scripted: Any) -> None:
     server, engine, _ = scripted
     wrong = anthropic.Anthropic(base_url=server.url, api_key="other", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
@@ -204,7 +204,7 @@ def test_the_asynchronous_client(scripted: Any) -> None:
     assert asyncio.run(ask()) == ["one two three"] * 4
 
 
-def test_one_call_alone_where_parallel_calls_are_off(scripted: Any) -> None:
+def test_only_one_call_without_parallel_calls(scripted: Any) -> None:
     server, engine, form = scripted
     call = "<tool_call>" + CALLS[form].partition("<tool_call>")[2]
     engine.say(call)

@@ -368,14 +368,14 @@ def test_an_engine_that_hangs_can_be_closed(engine: ScriptedEngine, caplog: pyte
         assert found == engine.script[: len(found)]
         assert (async_engine.status, async_engine.num_open) == ("stopped", 0)
         async_engine.close()
-        # The thread that was left behind ends the engine when it can.
+        # The abandoned thread closes the engine when it can.
         assert not engine.is_closed
         hang.end()
         async_engine._thread.join(20)
         assert engine.is_closed
 
     asyncio.run(run())
-    assert {r.levelname for r in caplog.records if "is left behind" in r.getMessage()} == {"CRITICAL"}
+    assert {r.levelname for r in caplog.records if "is abandoned" in r.getMessage()} == {"CRITICAL"}
 
 
 def test_what_the_stepping_thread_does_beside_steps_may_hang_too(engine: ScriptedEngine) -> None:

@@ -1,4 +1,4 @@
-"""Nobody gets in, nothing takes too long or too much: a test for each rule of the door, over a socket."""
+"""The auth middleware's rules: access, time limits and size limits, each with a test over a socket."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def door(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def guarded(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"first\n{KEY}\n{UMLAUT_KEY}\n", encoding="utf-8")
     with running(
@@ -69,16 +69,16 @@ def door(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runn
         yield server
 
 
-def post(door: Running, path: str = "/v1/completions", **options: Any) -> httpx.Response:
+def post(guarded: Running, path: str = "/v1/completions", **options: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {KEY}"} | options.pop("headers", {})
     options.setdefault("json", BODY) if "content" not in options else None
-    return httpx.post(door.url + path, headers=headers, timeout=20, **options)
+    return httpx.post(guarded.url + path, headers=headers, timeout=20, **options)
 
 
-def raw(door: Running, data: bytes, wait_s: float = 5.0) -> tuple[bytes, float]:
-    """What the server answers to bytes until it closes, and after how many seconds."""
+def raw(guarded: Running, data: bytes, wait_s: float = 5.0) -> tuple[bytes, float]:
+    """Return the server's answer to bytes until it closes, and the seconds until then."""
     start = time.monotonic()
-    with socket.create_connection((door.host, door.port)) as connection:
+    with socket.create_connection((guarded.host, guarded.port)) as connection:
         connection.settimeout(wait_s)
         connection.sendall(data)
         found = b""
@@ -90,9 +90,9 @@ def raw(door: Running, data: bytes, wait_s: float = 5.0) -> tuple[bytes, float]:
     return found, time.monotonic() - start
 
 
-def test_keys(door: Running) -> None:
-    assert post(door).status_code == 200
-    assert post(door, headers={"authorization": "", "x-api-key": "first"}).status_code == 200
+def test_keys(guarded: Running) -> None:
+    assert post(guarded).status_code == 200
+    assert post(guarded, headers={"authorization": "", "x-api-key": "first"}).status_code == 200
     for headers in (
         {"authorization": ""},
         {"authorization": "Bearer"},
@@ -101,28 +101,28 @@ def test_keys(door: Running) -> None:
         {"authorization": f"Bearer {KEY[:-1]}"},
         {"authorization": "", "x-api-key": "wrong"},
     ):
-        answer = post(door, headers=headers)
+        answer = post(guarded, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
     for path in ("/metrics", "/v1/models", "/openapi.json"):
-        assert httpx.get(door.url + path).status_code == 401
-    assert httpx.get(door.url + "/health").status_code == 200
+        assert httpx.get(guarded.url + path).status_code == 401
+    assert httpx.get(guarded.url + "/health").status_code == 200
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_keys_beyond_ascii(door: Running, encoding: str) -> None:
+def test_keys_beyond_ascii(guarded: Running, encoding: str) -> None:
     for key, status in ((UMLAUT_KEY, 200), (UMLAUT_KEY + "ü", 401)):
         headers = {b"x-api-key": key.encode(encoding)}
-        assert httpx.get(f"{door.url}/v1/models", headers=headers).status_code == status
+        assert httpx.get(f"{guarded.url}/v1/models", headers=headers).status_code == status
 
 
-def test_no_key_and_no_prompt_is_logged(door: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_key_and_no_prompt_is_logged(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        post(door, json=BODY | {"prompt": "private words"})
-        post(door, headers={"authorization": "Bearer nearly-a-key"})
+        post(guarded, json=BODY | {"prompt": "private words"})
+        post(guarded, headers={"authorization": "Bearer nearly-a-key"})
         deadline = time.monotonic() + 5
         lines: list[Any] = []
-        # The client has its answer, and says so in the log, before the server writes its line.
+        # The client may log its answer before the server logs the request.
         while time.monotonic() < deadline and len(lines) < 2:
             time.sleep(0.01)
             lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "compiled_mtp.server"]
@@ -133,41 +133,41 @@ def test_no_key_and_no_prompt_is_logged(door: Running, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost, evil"])
-def test_other_hosts_are_refused(door: Running, host: str) -> None:
-    answer = post(door, headers={"host": host})
+def test_other_hosts_are_refused(guarded: Running, host: str) -> None:
+    answer = post(guarded, headers={"host": host})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9", "127.0.0.1:80", "[::1]:80"])
-def test_own_names_are_not(door: Running, host: str) -> None:
-    assert post(door, headers={"host": host}).status_code == 200
+def test_own_names_are_accepted(guarded: Running, host: str) -> None:
+    assert post(guarded, headers={"host": host}).status_code == 200
 
 
-def test_pages_of_others_get_nothing(door: Running) -> None:
+def test_pages_of_other_hosts_get_no_answer(guarded: Running) -> None:
     origin = {"origin": "https://evil.example"}
     asked = origin | {"access-control-request-method": "POST", "authorization": f"Bearer {KEY}"}
-    preflight = httpx.options(door.url + "/v1/completions", headers=asked)
+    preflight = httpx.options(guarded.url + "/v1/completions", headers=asked)
     assert preflight.status_code == 405
-    for answer in (preflight, post(door, headers=origin)):
+    for answer in (preflight, post(guarded, headers=origin)):
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonp"])
-def test_json_says_that_it_is(door: Running, kind: str) -> None:
+def test_json_has_its_content_type(guarded: Running, kind: str) -> None:
     content = json.dumps(BODY).encode()
-    assert post(door, content=content, headers={"content-type": kind}).status_code == 415
+    assert post(guarded, content=content, headers={"content-type": kind}).status_code == 415
     good = {"content-type": "application/json; charset=utf-8"}
-    assert post(door, content=content, headers=good).status_code == 200
-    assert post(door, content=content, headers=good | {"content-encoding": "gzip"}).status_code == 415
+    assert post(guarded, content=content, headers=good).status_code == 200
+    assert post(guarded, content=content, headers=good | {"content-encoding": "gzip"}).status_code == 415
 
 
-def test_large_bodies(door: Running) -> None:
+def test_large_bodies(guarded: Running) -> None:
     large = json.dumps(BODY | {"prompt": "x" * 30_000}).encode()
     kind = {"content-type": "application/json"}
-    assert post(door, content=large, headers=kind).status_code == 413
-    # Of unknown length.
-    assert post(door, content=iter([large[:9000]] * 3), headers=kind).status_code == 413
-    answer = post(door, path="/v1/messages", content=large, headers=kind)
+    assert post(guarded, content=large, headers=kind).status_code == 413
+    # Without a Content-Length.
+    assert post(guarded, content=iter([large[:9000]] * 3), headers=kind).status_code == 413
+    answer = post(guarded, path="/v1/messages", content=large, headers=kind)
     assert answer.json()["error"]["type"] == "request_too_large"
 
 
@@ -178,17 +178,17 @@ def head(length: int) -> bytes:
     ).encode()
 
 
-def test_slow_senders(door: Running) -> None:
+def test_slow_senders(guarded: Running) -> None:
     for data in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: lo"):
-        found, seconds = raw(door, data)
+        found, seconds = raw(guarded, data)
         assert found == b""
         assert seconds < 3
-    found, seconds = raw(door, head(100) + b'{"model"')
+    found, seconds = raw(guarded, head(100) + b'{"model"')
     assert found.startswith(b"HTTP/1.1 408 ")
     assert seconds < 3
-    # A byte at a time keeps no clock from running, on a used connection neither.
+    # A byte now and then stops no timer, on a used connection either.
     whole = json.dumps(BODY).encode()
-    with socket.create_connection((door.host, door.port)) as connection:
+    with socket.create_connection((guarded.host, guarded.port)) as connection:
         connection.settimeout(5)
         connection.sendall(head(len(whole)) + whole)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -202,12 +202,12 @@ def test_slow_senders(door: Running) -> None:
         assert time.monotonic() - start < 3
 
 
-def test_a_sender_that_leaves_is_no_fault_of_the_server(door: Running) -> None:
+def test_a_sender_that_leaves_is_no_server_error(guarded: Running) -> None:
     def counts() -> dict[int, int]:
-        return {status: n for (_, status), n in door.service.metrics._responses.items() if status > 498}
+        return {status: n for (_, status), n in guarded.service.metrics._responses.items() if status > 498}
 
     before = counts()
-    with socket.create_connection((door.host, door.port)) as connection:
+    with socket.create_connection((guarded.host, guarded.port)) as connection:
         connection.sendall(head(100) + b'{"model"')
     deadline = time.monotonic() + 5
     while counts() == before and time.monotonic() < deadline:
@@ -215,17 +215,17 @@ def test_a_sender_that_leaves_is_no_fault_of_the_server(door: Running) -> None:
     assert counts() == {**before, 499: before.get(499, 0) + 1}
 
 
-def test_a_stream_is_in_chunks_but_for_old_clients(door: Running) -> None:
+def test_a_stream_is_chunked_except_for_old_clients(guarded: Running) -> None:
     whole = json.dumps(BODY | {"stream": True}).encode()
     request = head(len(whole)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + whole
-    answer, body = raw(door, request)[0].split(b"\r\n\r\n", 1)
+    answer, body = raw(guarded, request)[0].split(b"\r\n\r\n", 1)
     assert b"transfer-encoding: chunked" in answer.lower()
     plain = b""
     while not body.startswith(b"0\r\n"):
         size, body = body.split(b"\r\n", 1)
         plain += body[: int(size, 16)]
         body = body[int(size, 16) + 2 :]
-    answer, body = raw(door, request.replace(b"HTTP/1.1", b"HTTP/1.0"))[0].split(b"\r\n\r\n", 1)
+    answer, body = raw(guarded, request.replace(b"HTTP/1.1", b"HTTP/1.0"))[0].split(b"\r\n\r\n", 1)
     assert b"transfer-encoding" not in answer.lower()
     for found in (plain, body):
         events = found.decode().split("\n\n")
@@ -234,32 +234,32 @@ def test_a_stream_is_in_chunks_but_for_old_clients(door: Running) -> None:
         assert "".join(texts) == "one two three"
 
 
-def test_a_slow_reader_is_cut_off(door: Running, engine: ScriptedEngine) -> None:
+def test_a_slow_reader_is_cut_off(guarded: Running, engine: ScriptedEngine) -> None:
     script, engine.script = engine.script, engine.tokenizer.encode("word " * 40) * 20_000
     engine.chunk = 4000
     try:
         body = json.dumps(BODY | {"stream": True, "max_tokens": 10**7, "return_token_ids": True}).encode()
-        with socket.create_connection((door.host, door.port)) as connection:
+        with socket.create_connection((guarded.host, guarded.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(head(len(body)) + body)
             engine.aborted.clear()
             deadline = time.monotonic() + 10
-            # Others are served meanwhile.
+            # The server still answers others.
             while not engine.aborted and time.monotonic() < deadline:
-                assert post(door).status_code == 200
+                assert post(guarded).status_code == 200
             assert engine.aborted
-            wait_for_none_open(door)
-            # It still has not read, and is gone all the same.
+            wait_for_none_open(guarded)
+            # The slow reader has not read, and its connection closes all the same.
             deadline = time.monotonic() + 10
-            while (connections := door.server.server_state.connections) and time.monotonic() < deadline:
+            while (connections := guarded.server.server_state.connections) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not connections
     finally:
         engine.script, engine.chunk = script, 1
 
 
-def test_what_has_no_place_in_a_closing_connection_does_not_look_like_the_end() -> None:
-    """A client that reads slowly and closes its side: asyncio closes ours, but keeps what is buffered."""
+def test_an_answer_cut_by_a_closing_connection_does_not_look_complete() -> None:
+    """A client reads slowly and closes its side: asyncio closes ours, but keeps the buffered data."""
 
     class Closing:
         is_aborted = False
@@ -270,14 +270,14 @@ def test_what_has_no_place_in_a_closing_connection_does_not_look_like_the_end() 
         def abort(self) -> None:
             self.is_aborted = True
 
-    door, transport = HttpProtocol.__new__(HttpProtocol), Closing()
-    door.transport = transport  # type: ignore[assignment]
-    assert not door.write(b"data: lost\n\n")
+    guarded, transport = HttpProtocol.__new__(HttpProtocol), Closing()
+    guarded.transport = transport  # type: ignore[assignment]
+    assert not guarded.write(b"data: lost\n\n")
     assert transport.is_aborted
 
 
 @pytest.mark.parametrize(("version", "is_chunked"), [("0.9", False), ("1.0", False), ("1.1", True)])
-def test_parts_have_the_frames_that_the_head_promised(version: str, is_chunked: bool) -> None:
+def test_parts_have_the_framing_of_the_header(version: str, is_chunked: bool) -> None:
     class Open:
         written = b""
 
@@ -287,10 +287,10 @@ def test_parts_have_the_frames_that_the_head_promised(version: str, is_chunked: 
         def write(self, data: bytes) -> None:
             self.written += data
 
-    door, transport = HttpProtocol.__new__(HttpProtocol), Open()
-    door.transport, door.scope = transport, {"http_version": version}  # type: ignore[assignment, typeddict-item]
-    door.flow = FlowControl(transport)  # type: ignore[arg-type]
-    assert door.write(b"data: a\n\n")
+    guarded, transport = HttpProtocol.__new__(HttpProtocol), Open()
+    guarded.transport, guarded.scope = transport, {"http_version": version}  # type: ignore[assignment, typeddict-item]
+    guarded.flow = FlowControl(transport)  # type: ignore[arg-type]
+    assert guarded.write(b"data: a\n\n")
     assert transport.written == (b"9\r\ndata: a\n\n\r\n" if is_chunked else b"data: a\n\n")
 
 
@@ -339,18 +339,18 @@ def wait_for_none_open(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts(door: Running, engine: ScriptedEngine, stream: bool) -> None:
+def test_a_client_that_leaves_aborts(guarded: Running, engine: ScriptedEngine, stream: bool) -> None:
     script, engine.script = engine.script, engine.script * 10_000
     engine.step_s = 0.005
     engine.aborted.clear()
     try:
         body = json.dumps(BODY | {"stream": stream, "max_tokens": 10**6}).encode()
-        with socket.create_connection((door.host, door.port)) as connection:
+        with socket.create_connection((guarded.host, guarded.port)) as connection:
             connection.sendall(head(len(body)) + body)
             deadline = time.monotonic() + 5
-            while not door.service.engine.num_open and time.monotonic() < deadline:
+            while not guarded.service.engine.num_open and time.monotonic() < deadline:
                 time.sleep(0.01)
-        wait_for_none_open(door)
+        wait_for_none_open(guarded)
         assert len(engine.aborted) == 1
     finally:
         engine.script, engine.step_s = script, 0.0
@@ -375,23 +375,23 @@ def test_a_client_that_leaves_aborts(door: Running, engine: ScriptedEngine, stre
         ({"prompt": [1] * 512}, "prompt"),
     ],
 )
-def test_limits(door: Running, fields: Any, param: str) -> None:
-    answer = post(door, json=BODY | fields)
+def test_request_limits(guarded: Running, fields: Any, param: str) -> None:
+    answer = post(guarded, json=BODY | fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert len(answer.content) < 3000
 
 
 @pytest.mark.parametrize("kwargs", [{"self": 1}, {"messages": []}, {"tools": []}, {"enable_thinking": [1]}])
-def test_template_kwargs_are_listed(door: Running, kwargs: Any) -> None:
+def test_template_kwargs_are_listed(guarded: Running, kwargs: Any) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": kwargs}
     for path in ("/v1/chat/completions", "/tokenize"):
-        answer = post(door, path=path, json=chat)
+        answer = post(guarded, path=path, json=chat)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == f"chat_template_kwargs.{next(iter(kwargs))}"
     large = {"type": "function", "function": {"name": "f", "description": "x" * 200}}
     for path in ("/v1/chat/completions", "/tokenize"):
-        answer = post(door, path=path, json=chat | {"chat_template_kwargs": None, "tools": [large]})
+        answer = post(guarded, path=path, json=chat | {"chat_template_kwargs": None, "tools": [large]})
         assert answer.json()["error"]["param"] == "tools"
 
 
@@ -409,7 +409,7 @@ def test_a_template_that_never_ends(tmp_path: Path) -> None:
                 with pytest.raises(ApiError, match=r"0\.3 seconds"):
                     await pool.render([{"role": "user", "content": "loop"}], {})
                 assert (await pool.render([{"role": "user", "content": "def"}], {})).token_ids
-            # One that leaves takes its process's answer with it.
+            # A cancelled job's answer must not reach the next job.
             leaving = asyncio.create_task(pool.render([{"role": "user", "content": "import"}], {}))
             await asyncio.sleep(0)
             leaving.cancel()
@@ -466,7 +466,7 @@ def test_a_process_that_cannot_be_replaced_is_tried_again(
     asyncio.run(run())
 
 
-def test_a_full_queue_says_when_to_come_back(engine: Any) -> None:
+def test_a_full_queue_says_when_to_retry(engine: Any) -> None:
     engine.step_s, script = 0.02, engine.script
     engine.script = script * 10
     try:
@@ -481,7 +481,7 @@ def test_a_full_queue_says_when_to_come_back(engine: Any) -> None:
         engine.step_s, engine.script = 0.0, script
 
 
-def test_death_is_unhealthy_and_told(engine: Any) -> None:
+def test_a_dead_engine_is_unhealthy_and_reported(engine: Any) -> None:
     def die() -> None:
         if not engine.is_well:
             raise RuntimeError("out of luck")
@@ -504,7 +504,7 @@ def test_death_is_unhealthy_and_told(engine: Any) -> None:
         engine.before_step, engine.script, engine.step_s = (lambda: None), script, 0.0
 
 
-def test_a_step_that_hangs_is_unhealthy_until_it_ends(engine: Any) -> None:
+def test_a_hanging_step_is_unhealthy_until_it_ends(engine: Any) -> None:
     may_step = threading.Event()
     engine.before_step = may_step.wait
 
@@ -533,7 +533,7 @@ def test_a_step_that_hangs_is_unhealthy_until_it_ends(engine: Any) -> None:
         engine.before_step = lambda: None
 
 
-def test_draining_finishes_and_then_says_why(engine: Any) -> None:
+def test_draining_finishes_open_requests_and_refuses_new_ones(engine: Any) -> None:
     script, engine.step_s = engine.script, 0.02
     engine.script = script * 10
     try:
@@ -553,13 +553,15 @@ def test_draining_finishes_and_then_says_why(engine: Any) -> None:
         engine.script, engine.step_s = script, 0.0
 
 
-def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_that_other_machines_reach_need_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ServerConfig().host == "127.0.0.1"
     with pytest.raises(ValueError, match="host must be this machine's own without a key"):
         ServerConfig(host="0.0.0.0")
     with pytest.raises(ValueError, match="allowed_hosts must name"):
         ServerConfig(host="0.0.0.0", allow_anyone=True)
-    # A client that sends no key sends the empty one.
+    # A client that sends no key counts as sending the empty key.
     for key in ("", " "):
         with pytest.raises(ValueError, match="api_key must hold a key, got an empty one"):
             ServerConfig(api_key=key).read_keys()
@@ -569,7 +571,7 @@ def test_addresses_that_are_not_this_machines_own(tmp_path: Path, monkeypatch: p
     assert config.read_keys() == ("from-environment",)
     assert config.hosts() == {"a.example"}
     assert "from-environment" not in repr(config)
-    EngineConfig()  # To which the server's variables are not unknown.
+    EngineConfig()  # The engine ignores the server's variables.
     monkeypatch.setenv("COMPILED_MTP_SERVER_WHAT", "1")
     with pytest.raises(ValueError, match="COMPILED_MTP_SERVER_WHAT"):
         ServerConfig()

@@ -1,4 +1,4 @@
-"""Every example of docs/serving.md runs as it stands there, and so does the client of examples/."""
+"""Every example of docs/serving.md runs unchanged, and so does the client of examples/."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
         yield server, engine
 
 
-def test_there_are_as_many_as_are_run() -> None:
+def test_every_example_is_run() -> None:
     assert [kind for kind, _ in BLOCKS] == ["bash", "bash", "python", "python", "python", "python"]
-    # Servers are started by tests/server/test_serve.py.
+    # tests/server/test_serve.py starts servers.
     make_parser().parse_args(shlex.split(BLOCKS[0][1])[2:])
 
 
@@ -79,7 +79,7 @@ def test_async_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out
 
 
-def test_the_list_of_fields_that_change_nothing() -> None:
+def test_the_list_of_fields_without_effect() -> None:
     models: tuple[type[Body], ...] = (ChatBody, CompletionBody, Message, StreamOptions)
     ignored = {
         name
@@ -91,6 +91,6 @@ def test_the_list_of_fields_that_change_nothing() -> None:
     assert [name for name in ignored if f"{name}`" not in TEXT] == []
 
 
-def test_flags_that_are_named_exist() -> None:
+def test_named_flags_exist() -> None:
     flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {"help", "model", "sweep", "exact-match"}
     assert {flag.replace("-", "_") for flag in flags} <= set(ServerConfig.model_fields)

@@ -1,4 +1,4 @@
-"""Every field of the clients' request schemas: read, without effect, ignored, or refused by its name."""
+"""Every field of the clients' request schemas: read, ineffective, ignored, or refused by its name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SCHEMAS: dict[str, Any] = {
     "/v1/messages": message_create_params.MessageCreateParamsNonStreaming,
     "/v1/messages/count_tokens": message_count_tokens_params.MessageCountTokensParams,
 }
-# What each field means where a client does not set it, as the APIs' references say.
+# The meaning of each field that a client leaves out, from the APIs' references.
 DEFAULTS: dict[str, Any] = {
     "best_of": 1,
     "echo": False,
@@ -91,7 +91,7 @@ DEFAULTS: dict[str, Any] = {
     "user_profile_id": "u",
     "workspace_id": "w",
 }
-# Of fields that ask for something whenever they are set.
+# Values of fields that have an effect whenever they are set.
 ASKING: dict[str, Any] = {
     "audio": {"voice": "v", "format": "mp3"},
     "moderation": {"model": "x"},
@@ -105,7 +105,7 @@ ASKING: dict[str, Any] = {
     "thread": {"id": "t"},
     "betas": ["x"],
 }
-# Read, and without a default of their own.
+# Fields that are read and have no default.
 NEEDED = {"model", "prompt", "messages"}
 UNSET = {"seed", "logprobs", "max_completion_tokens", "stream_options"}
 
@@ -175,7 +175,7 @@ def test_every_field_of_the_schemas(served: Any, strict: Running, path: str, nam
 
 
 @pytest.mark.parametrize("body", [CompletionBody, ChatBody, MessagesBody, Message, TextBlock, StreamOptions])
-def test_strict_fields_refuse_whatever_is_not_read(strict: Running, body: type[Body]) -> None:
+def test_strict_fields_refuse_all_unread_fields(strict: Running, body: type[Body]) -> None:
     path = {CompletionBody: "/v1/completions", MessagesBody: "/v1/messages", TextBlock: "/v1/messages"}.get(
         body, "/v1/chat/completions"
     )
@@ -219,7 +219,9 @@ def test_strict_fields_refuse_whatever_is_not_read(strict: Running, body: type[B
         ),
     ],
 )
-def test_what_would_change_something_is_refused(served: Any, path: str, fields: Any, says: str) -> None:
+def test_unread_fields_that_would_have_an_effect_are_refused(
+    served: Any, path: str, fields: Any, says: str
+) -> None:
     answer = post(served[0], path, BODIES[path] | fields)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(says), answer.text
@@ -407,7 +409,7 @@ def test_anthropics_errors_name_its_own_form_of_an_answer(served: Any) -> None:
     assert answer.json()["error"]["message"] == says
 
 
-def test_no_stream_begins_with_a_speculation_of_nought(served: Any) -> None:
+def test_no_stream_begins_with_empty_speculation(served: Any) -> None:
     server, _ = served
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
     whole = client.messages.create(model="m", max_tokens=9, messages=MESSAGES)
@@ -416,7 +418,7 @@ def test_no_stream_begins_with_a_speculation_of_nought(served: Any) -> None:
         final = stream.get_final_message()
     assert whole.usage.speculation["rounds"] > 0  # type: ignore[attr-defined]
     assert [one.speculation for one in sums] == [whole.usage.speculation]  # type: ignore[attr-defined]
-    # The client keeps of message_delta what it knows, so what it kept of message_start would stay.
+    # The client ignores unknown fields of message_delta, so a value from message_start would stay.
     assert "speculation" not in (final.usage.model_extra or {})
 
 
@@ -426,7 +428,7 @@ def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(served: 
     assert server.server.config.timeout_keep_alive == server.service.config.keep_alive_timeout_s
 
 
-def test_an_idle_connection_is_closed_in_the_end(tmp_path: Path) -> None:
+def test_an_idle_connection_is_closed_after_its_timeout(tmp_path: Path) -> None:
     model = make_family(tmp_path / "m", "xml")
     limits = httpx.Limits(keepalive_expiry=60)
     with (

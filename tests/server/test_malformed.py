@@ -1,4 +1,4 @@
-"""No body breaks the service: malformed ones, and what schemathesis makes of the served document."""
+"""No body breaks the service: malformed bodies, and bodies made by schemathesis from the document."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def good_body(path: str) -> dict[str, Any]:
 
 
 def malformed(rng: random.Random, path: str) -> bytes:
-    """A body that no API takes."""
+    """Return a body that no API takes."""
     body = good_body(path)
     text = json.dumps(body).encode()
     main = "prompt" if "prompt" in body else "messages"
@@ -57,11 +57,11 @@ def malformed(rng: random.Random, path: str) -> bytes:
     if choice == 3:  # huge numbers
         number = rng.choice(("9" * 50, "9" * 5000, "-" + "9" * 20, "1e999", "-1e400"))
         return json.dumps(body | {"max_tokens": 0, "n": 0, "zzz": 0}).replace(": 0", f": {number}").encode()
-    if choice == 4:  # wrong types of what is needed
+    if choice == 4:  # required fields of wrong types
         return json.dumps(body | {main: rng.choice(wrong)}).encode()
-    if choice == 5:  # names that nobody knows
+    if choice == 5:  # unknown names
         return json.dumps(body | {"".join(rng.choices("abz_\u00e9\n", k=9)) + "!": 1}).encode()
-    if choice == 6:  # bytes changed to what no JSON holds
+    if choice == 6:  # bytes replaced by some that JSON never holds
         at = rng.randrange(len(text))
         return text[:at] + bytes([rng.choice((0, 1, 0x1F, 0xC0, 0xFF))]) + text[at + 1 :]
     if choice == 7:  # half of a surrogate pair

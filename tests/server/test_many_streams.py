@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave: the others get what they get alone, and nothing is left."""
+"""Many clients at once, of which some leave: others get their tokens, and no request or thread is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_TOKENS = (3, 14)
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, int, int], list[int]]:
-    """Tokens of every (prompt, max_tokens, seed), each decoded by an engine that knows no server."""
+    """Return the tokens of every (prompt, max_tokens, seed), each decoded by an engine without a server."""
     engine = Engine(EngineConfig(device="cpu"))
     kinds = [(p, n, seed) for p in PROMPTS for n in MAX_TOKENS for seed in (1, 2)]
     params = [SamplingParams(max_tokens=n, seed=seed) for _, n, seed in kinds]
@@ -42,7 +42,7 @@ def server() -> Iterator[Running]:
 
 
 async def read(client: httpx.AsyncClient, kind: tuple[str, int, int], leave_after: int | None) -> list[int]:
-    """The tokens of one stream; None of `leave_after` reads to its end, which must be a good one."""
+    """Return one stream's tokens; with leave_after None, read to its end, which must be regular."""
     prompt, max_tokens, seed = kind
     body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "seed": seed, "stream": True}
     found: list[int] = []
@@ -61,7 +61,7 @@ async def read(client: httpx.AsyncClient, kind: tuple[str, int, int], leave_afte
 
 
 async def traffic(server: Running, expected: dict[Any, list[int]], num_streams: int, seconds: float) -> int:
-    """Keep num_streams going, of which every tenth leaves; return how many ended as they should."""
+    """Keep num_streams open, of which every tenth is left early; return how many ended as they should."""
     rng, loop = random.Random(0), asyncio.get_running_loop()
     deadline = loop.time() + seconds
     num_right = 0
@@ -87,7 +87,7 @@ async def traffic(server: Running, expected: dict[Any, list[int]], num_streams: 
 
 
 def count_threads() -> int:
-    """All but those that add requests: two at most, and only once they are needed."""
+    """Count all threads except those that add requests: at most two, started when first needed."""
     adding = [thread for thread in threading.enumerate() if thread.name.startswith("compiled-mtp-add")]
     assert len(adding) <= 2
     return threading.active_count() - len(adding)
@@ -97,7 +97,7 @@ def count_threads() -> int:
     ("num_streams", "seconds"), [(12, 2.0), pytest.param(64, 60.0, marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(600)
-def test_streams_are_right_and_leave_nothing(
+def test_streams_are_right_and_leave_no_request_or_thread(
     server: Running, expected: dict[Any, list[int]], num_streams: int, seconds: float
 ) -> None:
     num_threads = count_threads()
@@ -112,7 +112,7 @@ def test_streams_are_right_and_leave_nothing(
     assert count_threads() == num_threads
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
     assert len(os.listdir("/proc/self/fd")) <= files + num_streams
-    # The task of the last answer ends after its client has read it.
+    # The last answer's task ends after its client has read the answer.
     deadline = time.monotonic() + 10
     while server.server.server_state.tasks and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the server: the checkpoint that ships, and an engine with a script."""
+"""OpenAI's own client against the server: the default checkpoint, and a scripted engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Engine]:
-    """An engine of its own, to say what is right."""
+    """A separate engine that gives the expected tokens."""
     engine = Engine(EngineConfig(device="cpu", seed=None))
     yield engine
     engine.close()
@@ -168,7 +168,7 @@ def test_tools_and_reasoning(scripted: Any, by_character: bool, chunk: int) -> N
     assert [c.function.name for c in calls if c.id] == ["get_weather"]
     assert json.loads("".join(c.function.arguments for c in calls)) == {"city": "Zürich", "days": 3}
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    # And the turn after, with what the client keeps of it.
+    # The next turn, with the part of this answer that the client keeps.
     history = [*MESSAGES, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
     engine.say("Rain.")
     again = create(model="m", messages=history, tools=[WEATHER])
@@ -178,7 +178,7 @@ def test_tools_and_reasoning(scripted: Any, by_character: bool, chunk: int) -> N
     assert "city=Zürich" in text
 
 
-def test_choices_list_the_drafts_of_their_rounds_to_those_who_ask(real: Running) -> None:
+def test_choices_list_the_drafts_of_their_rounds_if_asked(real: Running) -> None:
     client = client_of(real)
     fields: Any = {"model": "m", "max_tokens": 40, "temperature": 0.5, "seed": 4}
     asking = {"extra_body": {"include_drafts": True, "return_token_ids": True}}
@@ -192,7 +192,7 @@ def test_choices_list_the_drafts_of_their_rounds_to_those_who_ask(real: Running)
         choices: list[Any] = [choice for chunk in chunks for choice in chunk.choices]
         tokens = [token for choice in choices for token in getattr(choice, "tokens", ())]
         rounds = [one for choice in choices for one in getattr(choice, "rounds", ())]
-        # A chunk has the tokens of its rounds.
+        # A chunk holds the tokens of its rounds.
         assert max(len(getattr(choice, "rounds", ())) for choice in choices) == 1
         assert (whole.choices[0].tokens, whole.choices[0].rounds) == (tokens, rounds)
         assert [token["id"] for token in tokens] == whole.choices[0].token_ids
@@ -209,7 +209,7 @@ def test_choices_list_the_drafts_of_their_rounds_to_those_who_ask(real: Running)
         assert speculation["accepted_tokens"] == sum(one["accepted"] for one in rounds)
         silent: Any = list(create(**fields, **prompt, stream=True))
         assert not any({"tokens", "rounds"} & set(c.model_extra) for k in silent for c in k.choices)
-        # The last token of a round that a limit cut is none of its bonus.
+        # The last token of a round that a limit cuts is no bonus token.
         assert len(tokens) <= at <= len(tokens) + 1
 
 
@@ -223,7 +223,7 @@ def test_a_special_token_is_listed_by_its_name(scripted: Any) -> None:
     assert answer["tokens"][-1]["bytes"] == []
 
 
-def test_an_event_of_text_alone_is_one_as_any_other(scripted: Any) -> None:
+def test_an_event_of_text_alone_equals_the_general_form(scripted: Any) -> None:
     server, engine, _ = scripted
     text = 'a "b" \\ \x00\n\t\u2028 Zürich \U0001f600 {"text": null}'
     engine.say(text, by_character=True)
@@ -233,7 +233,7 @@ def test_an_event_of_text_alone_is_one_as_any_other(scripted: Any) -> None:
     ):
         body = {"model": "m", "stream": True, "stream_options": {"include_usage": True}} | asked
         found = []
-        # An event that says what its round drafted is made in the general way.
+        # An event with its round's drafts is made in the general way.
         for fields in ({}, {"include_round": True}):
             lines = httpx.post(f"{server.url}/v1/{path}", json=body | fields, timeout=30).text.split("\n\n")
             found.append([json.loads(line.removeprefix("data: ")) for line in lines[:-2]])
@@ -241,7 +241,7 @@ def test_an_event_of_text_alone_is_one_as_any_other(scripted: Any) -> None:
             for event in events:
                 for name in ("id", "created", "round"):
                     event.pop(name, None)
-            # Rounds that gave no whole character.
+            # Rounds that completed no character.
             events[:] = [e for e in events if not (c := e["choices"]) or c[0][key] or c[0]["finish_reason"]]
         assert found[0] == found[1]
         choices = [event["choices"][0] for event in found[0] if event["choices"]]
@@ -262,7 +262,7 @@ def test_every_cut_in_two(scripted: Any) -> None:
         assert json.loads(got.tool_calls[0].function.arguments) == {"city": "Zürich", "days": 3}
 
 
-def test_without_tools_the_text_is_left_alone(scripted: Any) -> None:
+def test_without_tools_the_text_is_not_parsed(scripted: Any) -> None:
     server, engine, form = scripted
     engine.say(CALLS[form])
     create: Any = client_of(server).chat.completions.create
@@ -273,7 +273,7 @@ def test_without_tools_the_text_is_left_alone(scripted: Any) -> None:
         assert "get_weather" not in engine.tokenizer.decode(engine.seen[-1][0])
 
 
-def test_thinking_is_asked_of_the_template(scripted: Any) -> None:
+def test_the_template_gets_the_thinking_option(scripted: Any) -> None:
     server, engine, _ = scripted
     engine.say("I think.\n</think>\n\nYes.")
     create: Any = client_of(server).chat.completions.create
@@ -304,8 +304,8 @@ def test_logprobs_are_mapped(scripted: Any) -> None:
         engine.logprobs = None
 
 
-def test_a_cut_token_stands_where_a_whole_answer_has_it(real: Running) -> None:
-    """A token that a stop cuts has more text than the answer has of it."""
+def test_a_cut_token_has_its_offset_in_the_whole_answer(real: Running) -> None:
+    """A token that a stop cuts has more text than the answer keeps of it."""
     create: Any = client_of(real).completions.create
     fields = {"model": "m", "prompt": "def f(", "max_tokens": 8, "temperature": 0, "logprobs": 0}
     tokens = create(**fields).choices[0].logprobs.tokens
@@ -410,7 +410,7 @@ def test_errors_name_the_field(real: Running, fields: Any, status: int, param: s
     assert " must " in error["message"]
 
 
-def test_errors_of_a_request_that_runs(scripted: Any) -> None:
+def test_errors_of_a_running_request(scripted: Any) -> None:
     server, engine, _ = scripted
     engine.say("some text")
     engine.error = "a row was not finite"
@@ -425,7 +425,7 @@ def test_errors_of_a_request_that_runs(scripted: Any) -> None:
 
 
 def test_parameters_that_leave_no_token_are_the_clients_mistake(real: Running, alone: Engine) -> None:
-    """min_tokens forbids the eos ids, the grammar whatever is not `a`, and the rest the ids of `a`."""
+    """min_tokens forbids the eos ids, the grammar all ids but those of `a`, and the bias the ids of `a`."""
     eos = sorted(alone.tokenizer.eos_token_ids)  # type: ignore[union-attr]
     for fields in (
         {"guided_regex": "a", "min_tokens": 2, "stop_token_ids": alone.tokenizer.encode("a")},  # type: ignore[union-attr]
@@ -463,9 +463,10 @@ def test_models_tokenize_and_the_rest(real: Running, alone: Engine) -> None:
     assert httpx.get(f"{real.url}/v1/completions").status_code == 405
 
 
-def test_drafts_are_those_that_were_verified() -> None:
-    """Of two rounds of an engine that drafts 3 one had 2 and kept 1, the other had 3 and kept none; of the
-    prompt 512 tokens were cached.
+def test_drafts_count_what_was_verified() -> None:
+    """The engine drafts 3: one round verified 2 and kept 1, the other verified 3 and kept none.
+
+    512 tokens of the prompt were cached.
     """
     history = RequestHistory(600, 0, mtp_step=3, rounds=[2 * 16 + 1, 3 * 16], cached_tokens=512)
     output = RequestOutput("a", [], "", RequestMetrics(history, 2, 3, 0.0), "stop")
@@ -478,7 +479,7 @@ def test_drafts_are_those_that_were_verified() -> None:
     assert (metrics._drafted, metrics._cached_tokens) == (5, 512)
 
 
-def test_what_was_cached_is_a_sum_over_prompts() -> None:
+def test_cached_tokens_are_a_sum_over_prompts() -> None:
     usage = Usage(1200)
     for name, index, cached in (("a", 0, 0), ("b", 0, 512), ("a", 1, 256), ("b", 1, 512)):
         history = RequestHistory(600, 0, mtp_step=3, rounds=[16], cached_tokens=cached)
@@ -486,8 +487,8 @@ def test_what_was_cached_is_a_sum_over_prompts() -> None:
     assert usage.to_openai()["prompt_tokens_details"] == {"cached_tokens": 768}
 
 
-def test_choices_are_timed_each_for_itself() -> None:
-    """Two choices that step side by side: a first token each, and no time of 0 between their tokens."""
+def test_each_choice_is_timed_separately() -> None:
+    """Two choices in the same steps: each has a first token, and no time of 0 between its tokens."""
     metrics = Metrics()
 
     def output(index: int, reason: Any = None) -> RequestOutput:
@@ -506,7 +507,7 @@ def test_choices_are_timed_each_for_itself() -> None:
     assert not metrics._last_s
 
 
-def test_metrics_tell_what_memory_does() -> None:
+def test_metrics_report_memory() -> None:
     names = ("prefix_hits", "prefix_lookups", "prefix_evictions", "prefix_bytes", "cached_tokens")
     names += ("prefix_host_hits", "prefix_host_bytes", "offloads", "recomputes")
     counts = {name: 3 + index for index, name in enumerate(names)}
@@ -545,8 +546,8 @@ def test_family_is_found(tmp_path: Path) -> None:
     assert find_call_form(Tokenizer(CHECKPOINT)) is None
 
 
-def test_one_call_alone_where_parallel_calls_are_off(scripted: Any) -> None:
-    """The engine is asked for a grammar of one call, which takes no second one."""
+def test_only_one_call_without_parallel_calls(scripted: Any) -> None:
+    """The engine gets a grammar of one call, which takes no second call."""
     server, engine, form = scripted
     call = "<tool_call>" + CALLS[form].partition("<tool_call>")[2]
     engine.say(call)
@@ -559,7 +560,7 @@ def test_one_call_alone_where_parallel_calls_are_off(scripted: Any) -> None:
 
 
 def check_forced_calls(engine: ScriptedEngine, form: Any, call: str, is_parallel: bool) -> None:
-    """What the engine was asked for takes `call`, and two of it with is_parallel alone."""
+    """Check that the engine's grammar takes `call`, and two calls only if is_parallel."""
     params = engine.seen[-1][1]
     assert params.parallel_tool_calls is is_parallel
     source = from_tools(

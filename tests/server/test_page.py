@@ -1,4 +1,4 @@
-"""The page's files, without a browser: headers, types, who may load them, and what they must not hold."""
+"""The page's files, without a browser: headers, types, access, and what they must not hold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_folder_holds_these_files_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), list(zip(PATHS, FILES, strict=True)))
-def test_a_file_loads_without_a_key_and_lets_nothing_else_in(server: Running, path: str, name: str) -> None:
+def test_a_file_loads_without_a_key_and_allows_no_other_source(server: Running, path: str, name: str) -> None:
     answer = httpx.get(server.url + path)
     assert answer.status_code == 200
     assert answer.text == text_of(name)
@@ -55,19 +55,19 @@ def test_a_file_loads_without_a_key_and_lets_nothing_else_in(server: Running, pa
     assert KEY not in answer.text
 
 
-def test_what_the_page_asks_for_still_needs_the_key(server: Running) -> None:
+def test_the_pages_requests_still_need_the_key(server: Running) -> None:
     for path in ("/v1/models", "/metrics", "/page/none.js", "/page/", "/page/index.html"):
         assert httpx.get(server.url + path).status_code == 401, path
     assert httpx.get(server.url + "/page/none.js", headers=ENTER).status_code == 404
     paths = httpx.get(server.url + "/openapi.json", headers=ENTER).json()["paths"]
     assert "/" not in paths
     assert list(paths["/health"]) == ["get"]
-    # Another host's name leads to the same socket: a page of theirs gets nothing.
+    # A page of another host reaches the same socket by its name, and gets no answer.
     assert httpx.get(server.url + "/", headers={"host": "evil.example"}).status_code == 403
 
 
 def status(server: Running, method: str, target: str, headers: dict[str, str]) -> int:
-    """Send a request line that no client has tidied, and no body, whatever is announced."""
+    """Send a raw request line, without a body whatever the headers announce, and return the status."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=5)
     try:
         connection.putrequest(method, target)
@@ -93,15 +93,15 @@ def status(server: Running, method: str, target: str, headers: dict[str, str]) -
         "/page/%2e%2e/%2e%2e/config.py",
     ],
 )
-def test_no_way_round_leads_past_the_files(server: Running, target: str) -> None:
+def test_no_path_leads_outside_the_files(server: Running, target: str) -> None:
     assert status(server, "GET", target, {}) == 401
     assert status(server, "GET", target, ENTER) in (307, 404)
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/health"])
-def test_open_paths_are_open_to_no_body(server: Running, path: str) -> None:
+def test_open_paths_take_no_body(server: Running, path: str) -> None:
     large = {"content-type": "application/json", "content-length": "7000000"}
-    # Before a byte of the body has come.
+    # Before a byte of the body has arrived.
     assert status(server, "POST", path, large) == 401
     assert status(server, "DELETE", path, {}) == 401
     refused = httpx.post(server.url + path, json={}, headers=ENTER)
@@ -112,14 +112,14 @@ def test_open_paths_are_open_to_no_body(server: Running, path: str) -> None:
 def test_head_is_get_without_its_body(server: Running, path: str) -> None:
     asked, got = (httpx.request(method, server.url + path, headers=ENTER) for method in ("HEAD", "GET"))
     assert (asked.status_code, asked.content) == (200, b"")
-    # Samples of the metrics have grown.
+    # The metrics' samples have grown.
     assert path == "/metrics" or asked.headers["content-length"] == got.headers["content-length"]
     assert asked.headers.get("etag") == got.headers.get("etag")
     without_key = httpx.head(server.url + path).status_code
     assert without_key == (200 if path in (*PATHS, "/health") else 401)
 
 
-def test_a_file_that_the_browser_has_is_not_sent_again(server: Running) -> None:
+def test_a_file_in_the_browsers_cache_is_not_sent_again(server: Running) -> None:
     tags = {}
     for path in PATHS:
         first = httpx.get(server.url + path)
@@ -133,7 +133,7 @@ def test_a_file_that_the_browser_has_is_not_sent_again(server: Running) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/mtp"])
-def test_a_prefix_changes_nobodys_rights(server: Running, prefix: str) -> None:
+def test_a_prefix_changes_no_access_rule(server: Running, prefix: str) -> None:
     async def ask() -> None:
         app = httpx.ASGITransport(create_app(server.service), root_path=prefix)
         async with httpx.AsyncClient(transport=app, base_url=f"http://localhost{prefix}") as client:
@@ -156,7 +156,7 @@ def test_a_prefix_changes_nobodys_rights(server: Running, prefix: str) -> None:
 
 
 class Tags(HTMLParser):
-    """The elements of a page, and what stands inside of those that could hold code."""
+    """Collects the elements of a page, and the content of those that could hold code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,13 +184,13 @@ def test_html_is_labelled_and_holds_no_code(name: str) -> None:
         assert not [key for key in fields if key == "style" or key.startswith("on")]
         for key in ("src", "href"):
             link = fields.get(key) or "#"
-            # Relative, so that a proxy may put the page below a path of its own.
+            # Relative, so that a proxy may serve the page below its own path.
             assert not link.startswith("/")
             whole = urljoin(PATHS[FILES.index(name)], link)
             assert whole in (*PATHS, "/openapi.json") or link[1:] in ["", *ids], link
         for key in ("for", "aria-labelledby", "aria-describedby"):
             assert key not in fields or fields[key] in ids
-    # Every field is inside of a label, or has one that names it.
+    # Every field is inside a label, or a label names it.
     named = {fields.get("for") for tag, fields in page.tags if tag == "label"}
     loose = {"model", "colours", None}
     for tag, fields in page.tags:
@@ -199,13 +199,13 @@ def test_html_is_labelled_and_holds_no_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_nothing_comes_from_elsewhere_or_stays_behind(name: str) -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_stores_nothing(name: str) -> None:
     text = text_of(name)
     own = ("http://www.w3.org/", "http://127.0.0.1:8000/")
     assert [link for link in re.findall(r"\bhttps?://[^\s\"')]*", text) if not link.startswith(own)] == []
     assert "url(" not in text
     if name.endswith(".js"):
-        # Text of a model reaches the page as text alone.
+        # The page inserts a model's text as text only.
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
             assert word not in text
         for word in ("localStorage", "sessionStorage", "indexedDB", "document.cookie", 'setAttribute("style'):

@@ -1,4 +1,4 @@
-"""From flags to a service: what it is called, and what is refused before the weights are loaded."""
+"""From flags to a service: its model names, and the refusals before the weights are loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeEngine:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the services that would have been made would have been made of."""
+    """The arguments of services that would have been created."""
     calls: list[tuple[Any, ...]] = []
 
     def make(*arguments: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_checkpoint_without_a_tokenizer(made: list[tuple[Any, ...]], tmp_path:
     assert made == []
 
 
-def test_what_was_loaded_is_not_looked_through_again() -> None:
+def test_loaded_objects_are_not_scanned_by_the_garbage_collector() -> None:
     before, num_frozen = sys.getswitchinterval(), gc.get_freeze_count()
     try:
         serve.settle_interpreter()
@@ -79,7 +79,7 @@ def test_what_was_loaded_is_not_looked_through_again() -> None:
         sys.setswitchinterval(before)
 
 
-def test_a_second_signal_ends_what_the_app_began(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_signal_ends_the_apps_processes(caplog: pytest.LogCaptureFixture) -> None:
     with running(ScriptedEngine(Tokenizer(SHIPPED)), SHIPPED) as served:
         served.server.force_exit = True
         served.stop()

@@ -1,4 +1,4 @@
-"""Reasoning and calls are parted the same however the text is cut."""
+"""Reasoning and calls are parsed alike however the text is cut."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ JSON_CALLS = [("get_weather", {"city": 'a}"{</tool_call>', "days": [1, {}]}), ("
 
 
 def parse(pieces: list[str], **options: Any) -> dict[str, Any]:
-    """All deltas joined: reasoning, content, and (name, text of the arguments) of each call."""
+    """Return all deltas joined: reasoning, content, and (name, text of the arguments) of each call."""
     parser = OutputParser(**options)
     deltas: list[Delta] = []
     for piece in pieces:
@@ -64,7 +64,7 @@ def parse(pieces: list[str], **options: Any) -> dict[str, Any]:
 
 
 def cuts(text: str) -> list[list[str]]:
-    """Whole, at every single place, by characters, and at random places."""
+    """Return cuts of a text: none, at every single position, by characters, and at random positions."""
     rng = random.Random(0)
     found = [[text], list(text)]
     found += [[text[:at], text[at:]] for at in range(1, len(text))]
@@ -148,7 +148,7 @@ def test_broken_calls_lose_nothing(form: Any, text: str, content: str, calls: An
         ("[1]", "unknown", "[1]"),
     ],
 )
-def test_schemas_say_what_is_text(value: str, argument: str, expected: Any) -> None:
+def test_schemas_decide_which_arguments_are_text(value: str, argument: str, expected: Any) -> None:
     inside = f"<parameter={argument}>\n{value}\n</parameter>"
     text = f"<tool_call>\n<function=get_weather>\n{inside}\n</function>\n</tool_call>"
     ((_, arguments),) = parse([text], form="xml", tools=TOOLS)["calls"]

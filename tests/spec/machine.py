@@ -1,4 +1,4 @@
-"""A depth policy beside a made-up machine and made-up texts: rounds without a device. No torch."""
+"""A depth policy with a simulated machine and texts: rounds without a device. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _round_ms(
 ) -> dict[int, list[float]]:
     """Milliseconds of a round by size and depth (0 to 5), from those at depths 0 and 3 at three sizes.
 
-    A draft takes its own time and adds a row to verify, which takes the longer the more there are."""
+    A draft takes its own time and adds a row to verify; a row takes longer the more rows there are."""
     found, known = {}, sorted(none_ms)
     for size in SIZES:
         at = max(bisect_left(known, size), 1)
@@ -36,11 +36,11 @@ MACHINES = {
     "4b": _round_ms({1: 2.56, 8: 2.8, 32: 3.4}, {1: 3.76, 8: 4.7, 32: 7.5}, 0.3),
     "27b": _round_ms({1: 12.97, 8: 14.1, 32: 17.6}, {1: 15.6, 8: 17.7, 32: 28.0}, 0.8),
 }
-"""What rounds take on an H200, between the sizes that were measured by a straight line."""
+"""Round times on an H200; linear between the measured sizes."""
 
 
 def rate_for(mean_new_tokens: float) -> float:
-    """The acceptance rate at which a round of depth 3 gives so many tokens."""
+    """Return the acceptance rate at which a round of depth 3 gives this many tokens."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -54,13 +54,14 @@ def _expected(rate: float, drafts: int) -> float:
 
 @dataclass(frozen=True)
 class World:
-    """What the policy has to learn.
+    """What the policy must learn.
 
-    ms: of a round, by size and then depth. rate(round, request): how often its drafts are kept, given that
-    those before them were. noise: the standard deviation of a round's time, as a part of it. hiccups: the
-    share of rounds that take three times as long. cold_ms: what the first round of a size and depth takes
-    more. tokens: the mean length of a request, which another follows at once; None: they do not end.
-    chunk_ms: how long a prompt keeps the host. pauses: the share of results that the host reads late_ms late.
+    ms: the time of a round, by size and then depth. rate(round, request): how often its drafts are kept,
+    given that those before them were. noise: the standard deviation of a round's time, as a fraction of it.
+    hiccups: the fraction of rounds that take three times as long. cold_ms: the extra time of the first round
+    of a size and depth. tokens: the mean length of a request, which another follows at once; None: requests
+    do not end. chunk_ms: how long a prompt occupies the host. pauses: the fraction of results that the host
+    reads late_ms late.
     """
 
     ms: Mapping[int, Sequence[float]]
@@ -84,7 +85,7 @@ class Machine:
         self.policy = DepthPolicy(DEPTHS, SIZES, clock=lambda: self.now_s)
         self.waiting, self.requests = world.batch, list[int]()
         self.num_rounds = 0
-        # Of the rounds that count: the depths, and the time of auto and of fixed depths for as many tokens.
+        # The depths of the rounds that count, and the time of auto and of fixed depths for the same tokens.
         self.depths: list[int] = []
         self.auto_ms, self.fixed_ms = 0.0, dict.fromkeys(DEPTHS, 0.0)
         self._chain, self._next, self._step_id = 3, 0, 0
@@ -92,7 +93,9 @@ class Machine:
         self._flight: list[tuple[StepPlan, float, list[list[int]]]] = []
 
     def run(self, warm: int, rounds: int) -> float:
-        """Tokens a second over the best fixed depth, of `rounds` rounds after `warm` that do not count."""
+        """Return tokens per second relative to the best fixed depth, over `rounds` rounds after `warm`
+        others.
+        """
         while self.num_rounds < warm + rounds:
             if self.waiting and (not self._flight or self._flight[-1][0].kind == "decode"):
                 self._prompt()
@@ -128,7 +131,7 @@ class Machine:
         size = SIZES[bisect_left(SIZES, len(requests))]
         ms = world.ms[size]
         if counts:
-            # What it would take without noise, and how long fixed depths take for the tokens it is to have.
+            # Its time without noise, and the time of fixed depths for its expected tokens.
             self.depths.append(depth)
             self.auto_ms += ms[depth]
             tokens = sum(_expected(rate, num_drafts) for rate in rates)

@@ -1,4 +1,4 @@
-"""The depth controller alone, told of rounds of known acceptance and known times."""
+"""The depth controller alone, with rounds of known acceptance and known times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.spec.machine import DEPTHS, MACHINES, rate_for
 
 
 def knowing(times: dict[int, float]) -> DepthController:
-    """A controller that has measured rounds of these milliseconds often, of a batch of 1."""
+    """Return a controller that has often measured rounds of these milliseconds, at batch 1."""
     controller = DepthController(times)
     for depth, ms in times.items():
         time_rounds(controller, depth, ms)
@@ -23,7 +23,7 @@ def knowing(times: dict[int, float]) -> DepthController:
 
 
 def time_rounds(controller: DepthController, depth: int, ms: float) -> None:
-    """Six measurements, each of three times, while another depth is in use."""
+    """Record six measurements, each of three times, while another depth is in use."""
     in_use, controller.depth = controller.depth, -1
     for _ in range(18):
         controller.record_time(depth, 1, 0, ms / 1e3)
@@ -31,9 +31,7 @@ def time_rounds(controller: DepthController, depth: int, ms: float) -> None:
 
 
 @pytest.mark.parametrize(("mean_new_tokens", "least"), [(1.1, 0.94), (2.6, 0.95)])
-def test_neighbours_that_hold_up_a_quarter_of_the_rounds_cost_little(
-    mean_new_tokens: float, least: float
-) -> None:
+def test_other_load_in_a_quarter_of_the_rounds_costs_little(mean_new_tokens: float, least: float) -> None:
     times, p = {depth: MACHINES["4b"][1][depth] for depth in DEPTHS}, rate_for(mean_new_tokens)
     speeds = {depth: sum(p**k for k in range(depth + 1)) / ms for depth, ms in times.items()}
     total_ms = tokens = 0.0
@@ -46,15 +44,15 @@ def test_neighbours_that_hold_up_a_quarter_of_the_rounds_cost_little(
             held_up = 1 + chance.expovariate(0.3) if chance.random() < 0.25 else 1.0
             controller.record_time(depth, 1, 0, times[depth] * held_up * (1 + 0.05 * chance.gauss(0, 1)))
             if number >= 64:
-                # What it would have without neighbours.
+                # The result without other load.
                 total_ms += times[depth]
                 tokens += speeds[depth] * times[depth]
     assert tokens / total_ms >= least * max(speeds.values())
 
 
 def test_a_text_that_repeats_in_step_with_its_rounds_does_not_mislead_it() -> None:
-    """Depths 3 and 5 give as many tokens, and 5 takes longer; by the drafts' numbers alone each looks worse
-    than the other while it is run."""
+    """Depths 3 and 5 give as many tokens, and 5 takes longer; by draft number alone each looks worse than
+    the other while it runs."""
     times, text = {0: 20.0, 1: 24.5, 2: 29.0, 3: 32.5, 5: 46.0}, [0] + [5] * 6
     total_ms = tokens = 0.0
     for seed in range(6):
@@ -87,9 +85,9 @@ def test_a_depth_that_has_become_slow_is_left() -> None:
 def test_what_is_known_of_one_context_serves_another() -> None:
     controller = knowing({0: 1.0, 3: 2.0})
     controller.record_time(0, 1, 5, 0.003)
-    # Depth 3 was never timed there: it is taken to slow down as depth 0 has.
-    known, told = controller.speeds(1, 0)[3], controller.speeds(1, 5)[3]
-    assert told / known == pytest.approx(1 / 3, rel=0.2)
+    # Depth 3 was never timed there: the controller assumes that it slows down as depth 0 has.
+    known, other = controller.speeds(1, 0)[3], controller.speeds(1, 5)[3]
+    assert other / known == pytest.approx(1 / 3, rel=0.2)
 
 
 def test_one_time_beyond_reason_moves_little() -> None:
@@ -124,7 +122,7 @@ def test_a_depth_that_becomes_ready_is_used() -> None:
 
 @pytest.mark.parametrize("depths", [(), (-1, 2)])
 def test_refuses(depths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="depths must be numbers from 0 on"):
+    with pytest.raises(ValueError, match="depths must be numbers of at least 0"):
         DepthController(depths)
 
 
@@ -137,7 +135,7 @@ def test_refuses(depths: tuple[int, ...]) -> None:
 def test_no_more_than_a_hundredth_of_the_rounds_are_probes(
     depths: set[int], seed: int, most_kept: int
 ) -> None:
-    """Whatever is kept and however long rounds take."""
+    """For any acceptance and any times of rounds."""
     chance = random.Random(seed)
     controller = DepthController(depths)
     for number in range(1, 400):
@@ -163,7 +161,7 @@ def test_with_bad_text_it_probes_in_pairs_of_rounds() -> None:
 
 
 def test_one_time_far_too_long_does_not_hide_the_shallower_depths() -> None:
-    """A line through a slow depth 3 and a true depth 2 would say that depth 0 takes less than no time."""
+    """A line through a slow depth 3 and a true depth 2 would give depth 0 a negative time."""
     controller = DepthController((0, 1, 2, 3, 5))
     for _ in range(3):
         controller.record_time(3, 8, 0, 0.040)
@@ -181,7 +179,7 @@ def test_one_time_far_too_long_does_not_hide_the_shallower_depths() -> None:
 
 @pytest.mark.parametrize("worst_ms", [3.0, 9.0])
 def test_a_time_that_was_measured_wrongly_is_measured_again(worst_ms: float) -> None:
-    """Depth 2 promises most, but every time of the first measurement was held up."""
+    """Depth 2 is the best, but every time of its first measurement was slowed down."""
     times = {1: 1.0, 2: 1.05}
     controller, reasons = knowing({1: 1.0, 2: worst_ms}), []
     for _ in range(400):
@@ -196,7 +194,7 @@ def test_a_time_that_was_measured_wrongly_is_measured_again(worst_ms: float) -> 
 
 
 def test_a_time_far_too_short_misleads_until_the_next_retry_alone() -> None:
-    """What is found out about the depth that was thought to be fast says nothing of the others."""
+    """A correction of the depth that seemed fast does not change the others."""
     times, p = {1: 22.0, 2: 24.1, 3: 26.0, 5: 30.6}, rate_for(2.6)
     for seed in range(4):
         chance, rounds = random.Random(seed), dict.fromkeys(times, 0)
@@ -232,7 +230,7 @@ def test_retries_of_a_settled_choice_become_rare() -> None:
             at[depth].append(number)
         controller.record_round(depth, [[0] * (min(depth, 2) + 1)])
         controller.record_time(depth, 1, 0, {1: 0.010, 2: 0.011, 3: 0.02}[depth])
-    # Three rounds of each neighbour by turns.
+    # Three rounds of each neighbour in turn.
     starts = sorted(at[1][::3] + at[3][::3])
     assert controller.depth == 2
     assert abs(len(at[1]) - len(at[3])) <= 3
@@ -247,22 +245,22 @@ def test_retries_of_a_settled_choice_become_rare() -> None:
 def test_retries_lose_at_most_a_hundredth_and_a_round(
     slow_ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often they are due."""
+    """However often retries are due."""
     monkeypatch.setattr(depth_module, "_LAST_RETRY", depth_module._FIRST_RETRY)
     controller, lost = knowing({1: 10.0, 3: slow_ms}), 0.0
     for number in range(1000):
         depth = controller.choose(1, 0)
         if controller.reason == "retry":
             lost += min(1 - 10.0 / slow_ms, 0.5)
-        # What it believes to lose is a little less at first.
+        # At first it underestimates its loss a little.
         assert lost <= 1.5 * (1 + 0.01 * number)
         controller.record_round(depth, [[0] * 2])
         controller.record_time(depth, 1, 0, {1: 10.0, 3: slow_ms}[depth] / 1e3)
     assert lost > 8
 
 
-def test_a_depth_whose_rounds_cannot_be_timed_is_hoped_of_for_a_while_only() -> None:
-    """Prompts between all rounds: the hope that an untried depth is faster than estimated ends."""
+def test_the_bonus_of_a_depth_that_cannot_be_timed_ends() -> None:
+    """Prompts between all rounds: an untried depth counts as faster than estimated only for a while."""
     controller = DepthController((0, 1))
     time_rounds(controller, 0, 10.0)
     untimed = [controller.choose(1, 0) for _ in range(40)]
@@ -280,5 +278,5 @@ def test_fewer_drafts_are_never_taken_to_be_slower() -> None:
     controller.record_round(3, [[0]] * 60)
     controller.choose(1, 0)
     speeds = controller.speeds(1, 0)
-    # As long at most as depth 3 takes, for nearly as many tokens.
+    # At most as long as depth 3 takes, for nearly as many tokens.
     assert speeds[1] > 0.8 * speeds[3]

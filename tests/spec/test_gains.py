@@ -1,4 +1,4 @@
-"""What rounds of one depth foretell of others: where drafts fail depends on where rounds begin."""
+"""What rounds of one depth predict of others: where drafts fail depends on where rounds begin."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from compiled_mtp.spec.gains import Gains
 
 DEPTHS = (0, 1, 2, 3, 5)
-# From each position so many drafts are right: the text of the checkpoint that ships that foretold worst.
+# Correct drafts from each position, of the shipped checkpoint's text with the worst predictions.
 IN_STEP = [0] + [5] * 6
 
 
 def kept_by_round(text: list[int], depth: int, rounds: int) -> list[int]:
-    """Of rounds of a fixed depth over a text that repeats, how many drafts were kept."""
+    """Return the kept drafts of rounds of a fixed depth over a text that repeats."""
     found, at = [], 0
     for _ in range(rounds):
         found.append(min(depth, text[at % len(text)]))
@@ -25,7 +25,7 @@ def kept_by_round(text: list[int], depth: int, rounds: int) -> list[int]:
 
 
 def taught(kept: list[int], num_drafts: int, requests: int = 1) -> Gains:
-    """What has learnt from such rounds, eight at a time, of requests that are all alike."""
+    """Return Gains that learnt from such rounds, eight at a time, of equal requests."""
     gains = Gains(DEPTHS)
     for begin in range(0, len(kept), 8):
         gains.learn(num_drafts, [[[0] * (one + 1)] * requests for one in kept[begin : begin + 8]])
@@ -33,8 +33,8 @@ def taught(kept: list[int], num_drafts: int, requests: int = 1) -> Gains:
 
 
 @pytest.mark.parametrize("requests", [1, 8])
-def test_rounds_in_step_with_a_text_foretell_other_depths(requests: int) -> None:
-    """By the drafts' numbers depth 3 would give 2.5 tokens a round."""
+def test_rounds_in_step_with_a_text_predict_other_depths(requests: int) -> None:
+    """By draft number, depth 3 would give 2.5 tokens per round."""
     kept = {depth: kept_by_round(IN_STEP, depth, 200) for depth in (3, 5)}
     means = {depth: 1 + sum(of) / 200 for depth, of in kept.items()}
     assert means[3] == pytest.approx(3.5, abs=0.02)
@@ -46,7 +46,7 @@ def test_rounds_in_step_with_a_text_foretell_other_depths(requests: int) -> None
 
 
 @pytest.mark.parametrize(("num_drafts", "rate"), [(1, 0.3), (3, 0.6), (5, 0.9), (3, 0.0), (3, 1.0)])
-def test_drafts_that_fail_by_chance_are_foretold_too(num_drafts: int, rate: float) -> None:
+def test_drafts_that_fail_by_chance_are_predicted_too(num_drafts: int, rate: float) -> None:
     chance, found = random.Random(0), []
     for _ in range(4000):
         found.append(next((k for k in range(num_drafts) if chance.random() >= rate), num_drafts))
@@ -57,7 +57,7 @@ def test_drafts_that_fail_by_chance_are_foretold_too(num_drafts: int, rate: floa
         total = [old + new for old, new in zip(total, gains.tokens(), strict=True)]
     for depth, of in zip(DEPTHS, total, strict=True):
         expected = sum(rate**k for k in range(depth + 1))
-        # An estimate is of few rounds; their mean is of all.
+        # An estimate follows few rounds; the mean covers all.
         assert of / 500 == pytest.approx(expected, rel=0.06)
 
 
@@ -77,9 +77,9 @@ def test_replays_of_the_depth_that_ran_are_its_rounds_and_no_round_is_longer_tha
     assert gains._tokens == tokens
     assert gains._ended[DEPTHS.index(num_drafts) - 1] == len(counts) - counts.count(0)
     for depth, ended in zip(DEPTHS[1:], gains._ended, strict=True):
-        # Of each request one round is open yet.
+        # One round of each request is still open.
         assert (depth + 1) * (ended + 3) >= tokens
-    # The deeper, the fewer, but for those.
+    # Deeper depths have fewer rounds, apart from the open ones.
     assert gains._ended == sorted(gains._ended, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""The depth policy finds the best depth of made-up machines within some 60 rounds, whatever the text."""
+"""The depth policy finds the best depth of simulated machines within about 60 rounds, for any text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [(name, batch) for name in MACHINES for batch in (1, 8, 32)]
 def over_best(
     case: tuple[str, int], rate: Callable[[int, int], float], rounds: int = ROUNDS, **fields: Any
 ) -> float:
-    """Throughput over the best fixed depth, the mean of two texts."""
+    """Return throughput relative to the best fixed depth, the mean of two texts."""
     name, batch = case
     world = World(MACHINES[name], rate, batch, **fields)
     return statistics.mean(Machine(world, seed).run(WARM, rounds) for seed in range(2))
@@ -47,17 +47,17 @@ def test_it_follows_a_text_that_changes_every_200_rounds(case: tuple[str, int]) 
 
 @pytest.mark.parametrize("mean_new_tokens", [1.1, 2.6])
 def test_requests_that_come_and_go_do_not_mislead_it(mean_new_tokens: float) -> None:
-    """Most rounds are beside a prompt, so few are timed."""
+    """A prompt is in flight during most rounds, so few are timed."""
     rate = rate_for(mean_new_tokens)
     assert over_best(("4b", 32), lambda number, request: rate, tokens=150) >= LEAST
 
 
-def test_rounds_that_are_held_up_do_not_mislead_it() -> None:
+def test_slow_rounds_do_not_mislead_it() -> None:
     assert over_best(("4b", 1), lambda number, request: BAD, hiccups=0.25) >= 0.95
 
 
 def test_results_that_are_read_late_do_not_mislead_it() -> None:
-    """The round behind one seems shorter than any is, and the least of several times counts."""
+    """The next round seems too short, and the least of several times counts."""
     rate = rate_for(2.1)
     late = {"pauses": 0.3, "late_ms": 4.0}
     assert over_best(("27b", 32), lambda number, request: rate, rounds=600, **late) >= 0.985

@@ -1,4 +1,4 @@
-"""What the depth policy learns from plans and results: which times are a round's."""
+"""What the depth policy learns from plans and results: which times count as a round's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.plan import Copy, Draft, Place, StepPlan, StepResult
+from compiled_mtp.plan import Copy, Draft, Location, StepPlan, StepResult
 from compiled_mtp.spec.policy import DepthPolicy
 
 
 class Rig:
-    """A policy, a clock, and what the controller was told."""
+    """A policy, a clock, and what the controller recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
@@ -45,7 +45,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 def test_a_rounds_time_runs_from_its_launch_if_nothing_was_in_flight(rig: Rig) -> None:
     for step_id in range(3):
-        # The caller's pause before it is nobody's.
+        # The caller's pause before it does not count.
         rig.read(rig.plan(step_id, after_s=5.0), after_s=0.02)
     assert rig.seconds == [0.02, 0.02, 0.02]
     assert {(depth, bucket, context) for depth, bucket, context, _ in rig.times} == {(3, (8, False), 0)}
@@ -58,7 +58,7 @@ def test_with_a_launch_in_flight_it_runs_from_the_result_before(rig: Rig) -> Non
         plans.append(rig.plan(step_id, after_s=0.001))
         rig.read(plans[-2], after_s=0.01)
     assert rig.seconds == [0.011, 0.011, 0.011]
-    # After a prompt's chunk in flight, too; but while one is launched the host is late for the round before.
+    # Also after a prompt chunk in flight; but if one is launched, the host reads the round before it late.
     chunk = rig.plan(4, "prefill")
     rig.read(plans[-1], after_s=0.08)
     last = rig.plan(5, after_s=0.001)
@@ -68,12 +68,12 @@ def test_with_a_launch_in_flight_it_runs_from_the_result_before(rig: Rig) -> Non
     assert len(rig.rounds) == 5
 
 
-def test_halves_are_timed_together_and_apart_from_whole_rounds(rig: Rig) -> None:
+def test_two_phases_are_timed_together_and_apart_from_whole_rounds(rig: Rig) -> None:
     rig.read(rig.plan(0, "verify"), after_s=0.01)
     rig.read(rig.plan(1, "accept", after_s=0.004), after_s=0.006)
     assert rig.seconds == [0.02]
     assert rig.times[0][1] == (8, True)
-    # A chunk between them: not the round's time.
+    # With a chunk between the phases the time is not the round's.
     rig.read(rig.plan(2, "verify"), after_s=0.01)
     rig.read(rig.plan(3, "prefill"), after_s=0.5)
     rig.read(rig.plan(4, "accept"), after_s=0.006)
@@ -81,20 +81,20 @@ def test_halves_are_timed_together_and_apart_from_whole_rounds(rig: Rig) -> None
     assert len(rig.rounds) == 2
 
 
-def test_what_something_else_slowed_down_is_not_timed(rig: Rig) -> None:
-    copy = Copy(0, Place("slot", 1), Place("slot", 2))
+def test_rounds_with_other_work_are_not_timed(rig: Rig) -> None:
+    copy = Copy(0, Location("slot", 1), Location("slot", 2))
     rig.read(rig.plan(0, moves=(copy,)), after_s=0.02)
     rig.read(rig.plan(1, catches_up=True), after_s=0.02)
     rig.read(rig.plan(2), after_s=0.02, error="the device is on fire")
     assert rig.times == []
     assert len(rig.rounds) == 2
-    # At depth 0 catching up belongs to what the depth costs.
+    # At depth 0 a catch-up is part of the depth's cost.
     rig.read(rig.plan(3, catches_up=True, shape=RoundShape(0, 0), num_drafts=0), after_s=0.02)
     assert rig.seconds == [0.02]
 
 
-def test_behind_a_result_that_was_read_late_a_rounds_time_is_not_too_short(rig: Rig) -> None:
-    """It had begun before, nobody knows when, but not before its launch."""
+def test_after_a_late_result_a_rounds_time_is_not_too_short(rig: Rig) -> None:
+    """The round had begun earlier, at an unknown time, but not before its launch."""
     plans = [rig.plan(0), rig.plan(1)]
     rig.read(plans[0], after_s=0.03, is_late=True)
     plans.append(rig.plan(2))
@@ -102,7 +102,7 @@ def test_behind_a_result_that_was_read_late_a_rounds_time_is_not_too_short(rig: 
     plans.append(rig.plan(3))
     rig.read(plans[2], after_s=0.02)
     assert rig.seconds == [0.03, 0.04, 0.02]
-    # What the host takes for a round is a time too, where the device is always done before.
+    # If the device always finishes first, the host's time of a round counts too.
     plans.append(rig.plan(4))
     rig.read(plans[3], after_s=0.025, is_late=True)
     plans.append(rig.plan(5))
@@ -110,10 +110,10 @@ def test_behind_a_result_that_was_read_late_a_rounds_time_is_not_too_short(rig: 
     assert rig.seconds[3:] == [0.025, 0.025]
 
 
-def test_behind_a_result_that_was_read_late_the_time_of_halves_is_not_too_short(rig: Rig) -> None:
+def test_after_a_late_result_the_time_of_two_phases_is_not_too_short(rig: Rig) -> None:
     before, verify = rig.plan(0), rig.plan(1, "verify")
     rig.read(before, after_s=0.03, is_late=True)
-    # The half is late itself, and the other one is not.
+    # The verify's result is late, and the accept's is not.
     rig.read(verify, after_s=0.01, is_late=True)
     rig.read(rig.plan(2, "accept"), after_s=0.01)
     assert rig.seconds == [0.03, 0.05]
@@ -139,7 +139,7 @@ def test_first_tokens_ask_without_counting_and_a_depth_that_becomes_ready_is_cou
     assert policy.rounds()[3]["best"] == 1
 
 
-def test_tokens_that_a_request_had_before_say_nothing_of_drafts(rig: Rig) -> None:
+def test_replayed_tokens_do_not_count_as_drafts(rig: Rig) -> None:
     moves = (Draft(2, (5, 6)),)
     rig.read(rig.plan(0, moves=moves), after_s=0.01)
     rig.read(rig.plan(1, "verify", moves=moves), after_s=0.01, token_ids=[[], [], []])

@@ -9,7 +9,7 @@ from compiled_mtp.spec.stats import SpeculationStats
 
 
 def metrics(output_tokens: int, rounds_by_accepted: list[int], drafted: int | None = None) -> RequestMetrics:
-    """Of rounds that all verified `drafted` drafts, by default as many as there may be."""
+    """Return the metrics of rounds that all verified `drafted` drafts, by default mtp_step."""
     most = len(rounds_by_accepted) - 1
     pairs = [
         (most if drafted is None else drafted) * 16 + kept

@@ -1,4 +1,4 @@
-"""Rounds without drafts leave the draft's KV behind; `catch_up` writes what is missing, to the bit."""
+"""Rounds without drafts do not write the draft's KV; `catch_up` writes the missing part, to the bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def start(step: Step) -> None:
 
 
 def draft_kv(step: Step, slot: int) -> torch.Tensor:
-    """Of the pairs up to the slot's pos [positions, 2, heads, head_dim]."""
+    """Return the draft's KV of the pairs up to the slot's pos, [positions, 2, heads, head_dim]."""
     assert step.kv_cache.draft is not None
     count, table = int(step.slots.pos[slot]) + 1, step.slots.block_table[slot].long()
     kv = step.kv_cache.draft.kv[table.clamp(min=0)].permute(0, 3, 1, 2, 4)
@@ -31,13 +31,13 @@ def draft_kv(step: Step, slot: int) -> torch.Tensor:
 
 @torch.no_grad()
 def prefill_draft(step: Step, slot: int, first: int, tokens: list[int], hidden: torch.Tensor) -> None:
-    """A draft prefill of the pairs (token, hidden before it) at positions from `first` on."""
+    """Run a draft prefill of the pairs (token, hidden state before it) at positions from `first` on."""
     rows = tiny.prefill_rows(step, slot, first, len(tokens))
     step.draft_forward(torch.tensor(tokens), hidden, rows)
 
 
 @pytest.mark.parametrize(("family", "seed"), [("dense", 0), ("dense", 1), ("moe", 2)])
-def test_what_is_caught_up_is_what_extending_and_a_fresh_draft_prefill_write(family: str, seed: int) -> None:
+def test_catch_up_writes_what_extending_and_a_fresh_draft_prefill_write(family: str, seed: int) -> None:
     """Requests join late and catch up at random, in any order, beside padding and with a full ring."""
     rng = random.Random(seed)
     step, twin, fresh = (tiny.build_step(CONFIGS[family], WIDTH - 1) for _ in range(3))
@@ -49,10 +49,10 @@ def test_what_is_caught_up_is_what_extending_and_a_fresh_draft_prefill_write(fam
     hidden: dict[int, list[torch.Tensor]] = {slot: [] for slot in PROMPTS}
     for _ in range(14):
         slots = [slot for slot in PROMPTS if rng.random() < 0.7]
-        behind = [slot for slot in slots if deferred[slot] == WIDTH or rng.random() < 0.2]
-        if behind:
-            tiny.catch_up(step, [*rng.sample(behind, len(behind)), 0])
-            deferred |= dict.fromkeys(behind, 0)
+        late = [slot for slot in slots if deferred[slot] == WIDTH or rng.random() < 0.2]
+        if late:
+            tiny.catch_up(step, [*rng.sample(late, len(late)), 0])
+            deferred |= dict.fromkeys(late, 0)
         new = tiny.decode(step, [*slots, 0], 0, 0)
         assert new == tiny.decode(twin, [*slots, 0], 0, 1)
         for slot, (token,) in zip(slots, new[:-1], strict=True):
@@ -71,7 +71,7 @@ def test_what_is_caught_up_is_what_extending_and_a_fresh_draft_prefill_write(fam
         assert torch.equal(ours, draft_kv(fresh, slot))
 
 
-def test_a_full_ring_at_the_end_of_max_model_len_writes_nothing_beyond() -> None:
+def test_a_full_ring_at_the_end_of_max_model_len_writes_nothing_after_it() -> None:
     step = tiny.build_step(CONFIGS["dense"], WIDTH - 1, max_model_len=48)
     assert step.kv_cache.draft is not None
     tiny.admit(step, 1)

@@ -1,9 +1,9 @@
-"""What kernels read before they wait is older than the last fence (`Launch`), throughout a step.
+"""Data that a kernel reads before its wait are older than the last fence (`Launch`), throughout a step.
 
-A race between two launches would show on a GPU only, and there perhaps once in a million steps. So the order
-is checked: what a kernel touches early is declared with its operator and compared with its source, and when
-that was written is read from a step that is recorded operator by operator. Kernels of torch and of Inductor,
-which are fences, count as none here: they may be fused or moved.
+A race between two launches would show on a GPU only, and perhaps once in a million steps. So the tests check
+the order. Each operator declares what its kernels touch early, and the tests compare that with the kernel's
+source. A step recorded operator by operator tells when those data were written. Kernels of torch and of
+Inductor are fences but do not count as such here: they may be fused or moved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import make_engine
 
 OPS = Path(__file__).parents[2] / "ops"
-# Arguments of kernels that are neither tensors nor end in _stride.
+# Arguments of kernels that are neither tensors nor named *_stride.
 NUMBERS = {
     "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
     "num_programs", "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows",
@@ -45,7 +45,7 @@ NUMBERS = {
 
 @dataclass
 class Kernel:
-    """Whether a kernel is a fence, and the arguments that it reads and stores before it waits."""
+    """Whether a kernel is a fence, and the arguments that it reads and stores to before its wait."""
 
     is_fence: bool
     reads: set[str]
@@ -61,7 +61,7 @@ def calls(node: ast.AST, name: str) -> list[int]:
 
 
 def touches(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """What may touch memory: stores with their address, and every other call, helpers included."""
+    """Return all that may touch memory: stores with their address, and every other call, helpers included."""
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "store":
             yield "store", call.args[0]
@@ -70,9 +70,9 @@ def touches(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def early_uses(statements: list[ast.stmt], made_of: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The names that statements read and store at on a path that has not waited yet.
+    """Return the names that statements read and store to on a path that has not waited yet.
 
-    `made_of` says of which arguments an address was made, for arithmetic alone touches nothing.
+    made_of: the arguments from which each address was made; arithmetic alone touches no memory.
     """
     found: dict[str, set[str]] = {"read": set(), "store": set()}
     for statement in statements:
@@ -98,7 +98,7 @@ def early_uses(statements: list[ast.stmt], made_of: dict[str, set[str]]) -> dict
 
 
 def names_of(node: ast.AST, made_of: dict[str, set[str]], with_loads: bool = True) -> set[str]:
-    """The names of an expression and what they are made of; without those that it only loads from."""
+    """Return the names of an expression and their sources, without names that it only loads from."""
     names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
     if not with_loads:
         loads = [c for c in ast.walk(node) if isinstance(c, ast.Call) and ast.unparse(c.func) == "tl.load"]
@@ -108,7 +108,7 @@ def names_of(node: ast.AST, made_of: dict[str, set[str]], with_loads: bool = Tru
 
 
 class Settle(ast.NodeTransformer):
-    """Leaves of `if RESIDENT`, `if not RESIDENT` and `if X and RESIDENT` what one value makes happen."""
+    """Replaces `if RESIDENT`, `if not RESIDENT` and `if X and RESIDENT` by the branch of one value."""
 
     def __init__(self, resident: bool) -> None:
         self.resident = resident
@@ -125,7 +125,7 @@ class Settle(ast.NodeTransformer):
 
 
 def read_kernels(resident: bool) -> dict[str, Kernel]:
-    """Every kernel that waits for the one before it, from its source, with that value of RESIDENT."""
+    """Read every kernel that waits for the kernel before it, from its source, with that value of RESIDENT."""
     found = {}
     for path in sorted(OPS.glob("**/*.py")):
         for function in Settle(resident).visit(ast.parse(path.read_text())).body:
@@ -145,7 +145,7 @@ Place = tuple[int, int, int]
 
 @dataclass
 class Recorder(TorchDispatchMode):
-    """Numbers launches; remembers by storage which launch has written and which has read it last."""
+    """Numbers launches, and records by storage which launch wrote and which read it last."""
 
     launches: int = 0
     fence: int = -1
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.alive.append((args, result))  # an address must not be given out twice
+        self.alive.append((args, result))  # keeps addresses from being reused
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         namespace, _, name = func._schema.name.partition("::")
         given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
                 self.fence = self.launches
             for value in (*outputs, *(given[name] for name in mutated)):
                 if isinstance(value, torch.Tensor) and (mutated or not func.is_view):
-                    self.written[place(value)] = self.launches
+                    self.written[byte_range(value)] = self.launches
             return result
         made = operators()[name]
         is_resident = given.get("resident", False) and rows_of(given) <= NARROW_ROWS
@@ -190,14 +190,14 @@ class Recorder(TorchDispatchMode):
                 self.fence = self.launches
         for value in given.values():
             if isinstance(value, torch.Tensor):
-                self.read[place(value)] = self.launches
+                self.read[byte_range(value)] = self.launches
         for value in (*outputs, *(given[name] for name in mutated)):
             if isinstance(value, torch.Tensor):
-                self.written[place(value)] = self.launches
+                self.written[byte_range(value)] = self.launches
         return result
 
     def check(self, name: str, launch: Launch, given: dict[str, Any]) -> None:
-        """The launch numbered `launches` touches early only what is older than the last fence."""
+        """Check that the launch numbered `launches` touches early only data older than the last fence."""
         for argument in {*launch.reads_early, *launch.stores_early}:
             value = given[argument]
             if not isinstance(value, torch.Tensor):
@@ -212,12 +212,12 @@ class Recorder(TorchDispatchMode):
 
 
 def rows_of(given: dict[str, Any]) -> int:
-    """The rows of an operator's products, or of those around it."""
+    """Return the rows of an operator's products, or of the products around it."""
     return next(len(given[name]) for name in ("residual", "v", "x") if name in given)
 
 
-def place(tensor: torch.Tensor) -> Place:
-    """Its storage, and its first byte and the one behind its last: caches of all layers share one storage."""
+def byte_range(tensor: torch.Tensor) -> Place:
+    """Return its storage, its first byte and the byte after its last; a cache's layers share one storage."""
     first = tensor.storage_offset()
     last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     size = tensor.element_size()
@@ -225,13 +225,13 @@ def place(tensor: torch.Tensor) -> Place:
 
 
 def last_use(uses: dict[Place, int], tensor: torch.Tensor) -> int:
-    """The last launch that has used any of its bytes."""
-    storage, begin, end = place(tensor)
+    """Return the last launch that used any of its bytes."""
+    storage, begin, end = byte_range(tensor)
     found = [n for (own, first, last), n in uses.items() if own == storage and first < end and begin < last]
     return max(found, default=-2)
 
 
-def test_declarations_are_what_the_sources_say() -> None:
+def test_declarations_agree_with_the_sources() -> None:
     for path in sorted(OPS.glob("*/reference.py")):
         importlib.import_module(f"compiled_mtp.ops.{path.parent.name}")
     made = operators().values()
@@ -248,7 +248,7 @@ def test_declarations_are_what_the_sources_say() -> None:
             assert launch.is_fence == early.is_fence, (launch, resident)
 
 
-def test_the_reading_of_a_source_sees_what_it_should() -> None:
+def test_reading_a_source_finds_early_uses() -> None:
     source = """
 def kernel(x, y, z, out, state, N: tl.constexpr):
     at = x + 1
@@ -271,17 +271,17 @@ def kernel(x, y, z, out, state, N: tl.constexpr):
 
 
 def make_resident(step: Any) -> int:
-    """Make every weight resident that may be, as all of 0.8B's are; return how many may be."""
+    """Make all weights resident that can be, as all of 0.8B's are; return how many."""
     models = [model for model in (step.target, step.draft) if model is not None]
     linears = [m for model in models for m in model.modules() if isinstance(m, Linear) and m.may_be_resident]
     with mock.patch.object(resident_module, "can_be_resident", return_value=True):
         for model in models:
-            resident_module.settle_resident(model)
+            resident_module.choose_resident(model)
     return len(linears)
 
 
 def record_rounds(step: Any, count: int) -> Recorder:
-    """Two prompts and `count` rounds of them, one behind the other without anything between."""
+    """Record two prompts and `count` rounds of them, one after the other without other launches between."""
     recorder = Recorder(embedding=step.target.embed.weight)
     for slot in (1, 2):
         tiny.admit(step, slot, seed=slot, temperature=0.0)
@@ -289,7 +289,8 @@ def record_rounds(step: Any, count: int) -> Recorder:
         for slot in (1, 2):
             tiny.prefill(step, slot, list(range(70)))
         for index in range(count):
-            # By turns of fewer and of more than 16 rows, of which nothing is resident: drafts have fewer.
+            # The target alternates between at most 16 rows and more, of which none are resident; drafts have
+            # fewer rows.
             tiny.decode(step, [1, 2, *[0] * (1 + 2 * (index % 2))])
     return recorder
 
@@ -297,7 +298,7 @@ def record_rounds(step: Any, count: int) -> Recorder:
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("family", ["dense", "moe"])
 @pytest.mark.parametrize("mtp_step", [0, 1, 3])
-def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: int, resident: bool) -> None:
+def test_early_reads_are_older_than_the_last_fence(family: str, mtp_step: int, resident: bool) -> None:
     config = tiny.tiny_config(**(tiny.MOE if family == "moe" else {}))
     step = tiny.build_step(config, mtp_step)
     if resident:
@@ -308,9 +309,9 @@ def test_what_is_read_early_is_older_than_the_last_fence(family: str, mtp_step: 
 
 
 @pytest.mark.parametrize("family", ["dense", "moe"])
-def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: Path) -> None:
+def test_early_reads_are_older_with_quantised_rows(family: str, tmp_path: Path) -> None:
     step = make_engine(write_checkpoint(tmp_path, **dict(FP8_FAMILIES)[family]), mtp_step=3).runner.step
-    # Norms that quantise count on fences: beside them no product holds its weight, even if it might.
+    # Norms that quantise rely on fences: products beside them must not be resident, even if they could.
     assert make_resident(step) > 0
     modules = [*step.target.modules(), *step.draft.modules()]
     assert not any(module.resident for module in modules if isinstance(module, (Linear, RMSNorm)))
@@ -325,7 +326,7 @@ def test_what_is_read_early_is_older_with_quantised_rows(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_what_is_read_early_is_older_also_in_two_phases_and_between_depths(resident: bool) -> None:
+def test_early_reads_are_older_in_two_phases_and_between_depths(resident: bool) -> None:
     step = tiny.build_step(tiny.tiny_config(), 3)
     two_phase = TwoPhaseRound(step)
     two_phase.reserve(12)
@@ -348,11 +349,11 @@ def test_what_is_read_early_is_older_also_in_two_phases_and_between_depths(resid
     assert recorder.wrong == []
 
 
-def test_beside_quantised_experts_nothing_is_resident() -> None:
+def test_with_quantised_experts_no_weight_is_resident() -> None:
     step = tiny.build_step(tiny.tiny_config(**tiny.MOE), 0)
     assert any(module.resident for module in resident_modules(step))
     for layer in step.target.layers:
-        # Of mixed checkpoints: the mixers in bfloat16, experts in FP8.
+        # For mixed checkpoints: mixers in bfloat16, experts in FP8.
         layer.ffn.quantizes_rows = True
     assert not any(module.resident for module in resident_modules(step))
 
@@ -363,7 +364,7 @@ def resident_modules(step: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("which", ["norms", "fc"])
-def test_resident_products_that_nobody_was_told_of_are_found(which: str) -> None:
+def test_undeclared_resident_products_are_found(which: str) -> None:
     step = tiny.build_step(tiny.tiny_config(), 3)
     make_resident(step)
     assert step.draft is not None

@@ -1,4 +1,4 @@
-"""A prompt's numbers go by position: where its chunks end changes no bit of what they leave."""
+"""A prompt's numbers depend on positions: the ends of its chunks change no bit of its states and keys."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PROMPT = [(7 * i + i * i) % 96 for i in range(331)]
 
 
 def left_by(step: Step, slot: int, length: int) -> list[torch.Tensor]:
-    """What a slot holds after a prompt: states, conv inputs, keys and values, the last hidden."""
+    """Return a slot's contents after a prompt: states, conv inputs, keys and values, last hidden state."""
     slots = step.slots
     kept = [tensor[slot].clone() for tensor in (slots.last_hidden, slots.pos, slots.last_token)]
     for layer in step.state_cache.layers:
-        # Of the conv inputs those that the next rows need; older ones depend on who else wrote the ring.
+        # Only the conv inputs that the next rows need; older ring rows depend on other chunks.
         ring = layer.conv_ring.shape[1]
         recent = [position % ring for position in range(max(length - 3, 0), length)]
         kept += [layer.state[slot].clone(), layer.conv_ring[slot][recent]]
     blocks = slots.block_table[slot][slots.block_table[slot] >= 0].long()
     draft = [] if step.kv_cache.draft is None else [step.kv_cache.draft]
     for pages in [*step.kv_cache.layers, *draft]:
-        # [blocks, 2, heads, block_size, dim] to what the prompt's positions hold.
+        # From [blocks, 2, heads, block_size, dim] to the entries of the prompt's positions.
         kept.append(pages.kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : length - 1].clone())
     return kept
 

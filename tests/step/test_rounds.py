@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def streams(checkpoint: Path) -> dict[str, list[int]]:
-    """Each request token by token."""
+    """The tokens of each request, decoded one token at a time."""
     driver = Driver(make_runner(checkpoint, mtp_step=0))
     for slot, (name, prompt) in enumerate(PROMPTS.items(), start=1):
         driver.start(name, slot, prompt, chain=0)
@@ -49,7 +49,7 @@ def check(driver: Driver, streams: dict[str, list[int]]) -> None:
 
 
 def two_phase_round(driver: Driver, *names: str, between: str | None = None) -> None:
-    """A round in two phases; `between` is prefilled between them."""
+    """Run a round in two phases; `between` is prefilled between them."""
     depth = {"shape": RoundShape(3, 3)}
     driver.run("verify", names, **depth)
     if between is not None:
@@ -58,7 +58,7 @@ def two_phase_round(driver: Driver, *names: str, between: str | None = None) -> 
 
 
 def mixed_rounds(driver: Driver) -> None:
-    """Rounds in one phase and in two by turns, with prompts before, between and after."""
+    """Run rounds in one phase and in two by turns, with prompts before, between and after."""
     driver.start("a", 1, PROMPTS["a"])
     two_phase_round(driver, "a")
     driver.start("b", 2, PROMPTS["b"])
@@ -84,7 +84,7 @@ def test_rounds_in_one_phase_and_in_two_by_turns(
 
 def test_rounds_in_one_phase_and_in_two_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
     runner = make_runner(checkpoint, compile="on", batch_sizes=(2,))
-    # Two and three requests have theirs in common; phases run as they are.
+    # Two and three requests share a program; phases run uncompiled.
     names = {shape.name for shape in runner.programs.shapes()}
     assert (runner.programs.count, len(names)) == (5, 4)
     driver = Driver(runner)
@@ -94,7 +94,7 @@ def test_rounds_in_one_phase_and_in_two_compiled(checkpoint: Path, streams: dict
 
 
 def deep_and_shallow(driver: Driver) -> None:
-    """Depths 3, 1, 0, 7, 3 in a request's life, each verified in the round after; then 7 on 1 draft."""
+    """Run depths 3, 1, 0, 7, 3 in a request's life, each verified in the next round; then 7 with 1 draft."""
     driver.start("a", 1, PROMPTS["a"], chain=3)
     driver.start("b", 2, PROMPTS["b"], chain=0)
     for verify, chain in pairwise(DEPTHS):
@@ -113,12 +113,13 @@ def test_depth_changes_from_round_to_round(
     check(driver, streams)
 
 
-def test_compiled_programs_have_the_depths_they_were_made_for(
+def test_compiled_programs_have_the_configured_depths(
     checkpoint: Path, streams: dict[str, list[int]]
 ) -> None:
     runner = make_runner(checkpoint, mtp_step=2, batch_sizes=(3,))
     with_rounds(runner, product((0, 2), repeat=2), is_compiled=True)
-    # Four rounds, first tokens of one and of two prompts, a chunk, and what a round without drafts keeps.
+    # Four rounds, first tokens of one and of two prompts, a chunk, and the deferral of a round without
+    # drafts.
     assert runner.programs.count == 4 + 4 + 1 + 1
     driver = Driver(runner)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -133,7 +134,7 @@ def test_compiled_programs_have_the_depths_they_were_made_for(
     check(driver, streams)
 
 
-def test_drafts_are_told_where_they_are_asked_for(checkpoint: Path) -> None:
+def test_drafts_are_returned_if_asked_for(checkpoint: Path) -> None:
     for with_drafts in (False, True):
         driver = Driver(with_rounds(make_runner(checkpoint), product((0, 2, 3), repeat=2)))
         driver.start("a", 1, PROMPTS["a"], chain=2)
@@ -160,10 +161,11 @@ def test_the_phases_of_a_round_belong_together(checkpoint: Path) -> None:
     assert "after None; plan both phases" in str(result.error)
 
 
-def test_what_runs_beside_the_programs_can_be_launched_ahead(
+def test_kernels_beside_the_programs_can_be_launched_ahead(
     checkpoint: Path, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every kernel of a round with masks and log probabilities, at every depth, and no request sees it."""
+    """Every kernel of a round with masks and log probabilities, at every depth, without a change to any
+    request."""
     runner = with_rounds(make_runner(checkpoint), product(range(4), repeat=2))
     rows: dict[str, list[int]] = {}
 
@@ -229,14 +231,14 @@ def test_phases_are_captured_after_their_first_run(
     driver = Driver(runner)
     mixed_rounds(driver)
     check(driver, streams)
-    # Six rounds in two phases, in buckets of one request and of two.
+    # Six two-phase rounds, in buckets of one request and of two.
     assert len(captured) == len(set(captured)) == 4
     assert len(replayed) == (12 - 4 if can_capture else 0)
     warnings = [text for text in caplog.messages if "runs without a graph: out of memory" in text]
     assert len(warnings) == (0 if can_capture else 4)
 
 
-def test_the_buffers_between_phases_are_made_as_a_whole_and_are_no_part_of_whole_rounds(
+def test_the_buffers_between_phases_have_one_length_and_serve_no_one_phase_round(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     programs = make_runner(checkpoint).programs
@@ -261,7 +263,7 @@ def test_the_buffers_between_phases_are_made_as_a_whole_and_are_no_part_of_whole
     programs.maker.check_layout(tmp_path)
 
 
-def test_phases_run_where_they_were_not_made_ready(checkpoint: Path, streams: dict[str, list[int]]) -> None:
+def test_phases_run_without_preparation(checkpoint: Path, streams: dict[str, list[int]]) -> None:
     driver = Driver(make_runner(checkpoint))
     assert driver.runner.programs.two_phase.num_rows == 0
     mixed_rounds(driver)

@@ -1,4 +1,4 @@
-"""Prompts that share a launch: each has to the bit what it has alone, in every packing and beside anybody."""
+"""Prompts that share a launch: each has the bits that it has alone, in every packing and batch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def launch(
     snapshot_offset: tuple[int, int] = (0, 0),
     run: Callable[[Step, torch.Tensor, torch.Tensor], torch.Tensor] = prefill,
 ) -> None:
-    """Prefill the tokens (slot, start, end) side by side; rows of nobody, behind and between, have any id.
+    """Prefill the tokens (slot, start, end) side by side; rows of no chunk have any id.
 
-    mark: a slot, and the position at which its state is left in the last slot.
+    snapshot_offset: a slot, and the position at which its state is copied to the last slot.
     """
     first_rows, end = lay_out([last - first for _, first, last in cuts])
     tokens = torch.full((end + padding,), 17)
@@ -72,11 +72,11 @@ def first_tokens(step: Step, slots: Sequence[int]) -> dict[int, list[int]]:
 
 # Every launch, as (slot, start, end).
 PACKINGS = {
-    "all in one, but what follows itself": [
+    "all in one, except later chunks of one prompt": [
         [(2, 0, 1), (4, 0, 9), (1, 0, 128), (3, 0, 64), (5, 0, 320)],
         [(5, 320, 331), (1, 128, 150)],
     ],
-    "one behind another's end": [
+    "one after another's end": [
         [(5, 0, 64)],
         [(5, 64, 192), (3, 0, 64), (2, 0, 1)],
         [(1, 0, 64), (5, 192, 331)],
@@ -87,8 +87,8 @@ PACKINGS = {
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_company_changes_no_bit(family: str, num_threads: int) -> None:
-    """Of what prompts leave, and of their first tokens and drafts, with slots and blocks full of NaN."""
+def test_other_prompts_change_no_bit(family: str, num_threads: int) -> None:
+    """Compare prompts' states and keys, first tokens and drafts, with slots and blocks full of NaN."""
     with tiny.threads(num_threads):
         alone, told = {}, {}
         for slot, length in PROMPTS.items():
@@ -113,33 +113,33 @@ def test_company_changes_no_bit(family: str, num_threads: int) -> None:
             )
 
 
-@pytest.mark.parametrize("marked", [64, 128, 256])
-def test_a_mark_leaves_what_a_piece_that_ends_there_leaves(marked: int) -> None:
-    """As far as a checkpoint has it, in the last slot; nothing else changes by a bit."""
-    ending, marking, plain = (make_step("dense", [3, 5]) for _ in range(3))
-    tiny.poison(marking)
+@pytest.mark.parametrize("offset", [64, 128, 256])
+def test_a_snapshot_equals_the_state_of_a_chunk_that_ends_there(offset: int) -> None:
+    """Equal in the rows that a snapshot holds, in the last slot; nothing else changes by a bit."""
+    ending, saved, plain = (make_step("dense", [3, 5]) for _ in range(3))
+    tiny.poison(saved)
     for slot in (3, 5):
-        tiny.admit(marking, slot, seed=slot, temperature=0.8)
-    launch(ending, [(5, 0, marked)])
+        tiny.admit(saved, slot, seed=slot, temperature=0.8)
+    launch(ending, [(5, 0, offset)])
     launch(plain, [(3, 0, 64), (5, 0, 331)], unused=1)
-    launch(marking, [(3, 0, 64), (5, 0, 331)], unused=1, snapshot_offset=(5, marked))
-    kept = [entry for entry in marking.slot_tensors if entry.is_in_snapshot]
+    launch(saved, [(3, 0, 64), (5, 0, 331)], unused=1, snapshot_offset=(5, offset))
+    kept = [entry for entry in saved.slot_tensors if entry.is_in_snapshot]
     assert [entry.name for entry in kept] == ["last_hidden", "gdn.state", "gdn.conv_ring"]
-    positions = [position % marking.state_cache.ring_length for position in range(marked - 3, marked)]
+    positions = [position % saved.state_cache.ring_length for position in range(offset - 3, offset)]
     for entry in kept:
         one, other = entry.tensor[-1], ending.slot_tensors[entry.name][5]
         if entry.name == "gdn.conv_ring":
             one, other = one[:, positions], other[:, positions]
         assert torch.equal(one, other), entry.name
-    assert not marking.slots.last_hidden[0].any()
+    assert not saved.slots.last_hidden[0].any()
     for slot, length in ((3, 64), (5, 331)):
-        for one, other in zip(left_by(marking, slot, length), left_by(plain, slot, length), strict=True):
+        for one, other in zip(left_by(saved, slot, length), left_by(plain, slot, length), strict=True):
             assert torch.equal(one, other)
 
 
 @torch.no_grad()
-def test_compiled_launches_leave_what_uncompiled_ones_leave() -> None:
-    """One program, of 128 rows and four pieces, however many there are."""
+def test_compiled_launches_leave_the_state_of_uncompiled_ones() -> None:
+    """One program of 128 rows and four chunks serves any number of chunks."""
     step, twin = (make_step("dense", list(PROMPTS)) for _ in range(2))
     tokens, prompt_chunks = torch.zeros(128, dtype=torch.int64), torch.zeros((5, 4), dtype=torch.int64)
     mark_static([*step.parameters(), *step.buffers(), tokens, prompt_chunks])
@@ -171,14 +171,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path) -> tuple[Engine, Engine]:
-    """One that has a request at a time, no drafts and no cache, and one of six that packs."""
+    """One engine runs one request at a time, without drafts and cache; the other packs six."""
     options: dict[str, Any] = {"prefill_chunk": 128, "max_model_len": 512}
     plain = make_engine(checkpoint, prefix_cache=False, max_batch=1, mtp_step=0, **options)
     return plain, make_engine(checkpoint, mtp_step=3, max_batch=6, **options)
 
 
 def record_plans(engine: Engine) -> list[Any]:
-    """The plans of an engine from now on."""
+    """Return the list to which an engine's plans are appended from now on."""
     plans: list[Any] = []
     run = type(engine.runner).run.__get__(engine.runner)
 
@@ -216,7 +216,7 @@ def params_of(wish: str, seed: int, max_tokens: int) -> SamplingParams:
 def check_traffic(
     engines: tuple[Engine, Engine], requests: list[tuple[int, str, int, int, int]]
 ) -> list[int]:
-    """Prompts of few families arrive at random; what is told of each is what is told of it alone.
+    """Check that prompts of few families, arriving at random, each have the output that they have alone.
 
     Returns how many prompts the launches had.
     """
@@ -233,7 +233,7 @@ def check_traffic(
             entry[2].extend(output.prompt_logprobs or ())
 
     for number, (length, wish, family, max_tokens, wait) in enumerate(requests):
-        # Those of a family begin alike.
+        # Prompts of one family begin alike.
         given: dict[str, Any] = {
             "prompt_token_ids": prompt_of(length, family, plain.model_config.vocab_size),
             "params": params_of(wish, number, max_tokens),
@@ -262,12 +262,13 @@ def test_random_prompts_have_the_tokens_that_they_have_alone(
 
 
 def test_prompts_that_arrive_together_share_launches(engines: tuple[Engine, Engine]) -> None:
-    """Up to four in 128 rows; what wants the prompt's log probabilities goes alone."""
+    """Up to four prompts in 128 rows; a prompt with log probabilities of its own goes alone."""
     short = [(9, "nothing", family, 3, 0) for family in (20, 21, 22)]
     assert check_traffic(engines, short) == [3]
     assert check_traffic(engines, [*short, (9, "nothing", 23, 3, 0), (9, "drafts", 24, 3, 0)]) == [4, 1]
     assert check_traffic(engines, [(9, "logprobs", 25, 3, 0), (9, "grammar", 26, 3, 0), *short]) == [4, 1]
-    # The first as far as it goes, past where it would resume; of others no part, and nobody overtakes.
+    # The first prompt's chunk goes as far as it can, past its resume point; others are not cut and not
+    # overtaken.
     sizes = [(200, "nothing", 30, 3, 0), (20, "nothing", 31, 3, 0), (60, "nothing", 32, 3, 0), *short]
     assert check_traffic(engines, sizes) == [1, 2, 4]
     assert check_traffic(engines, [short[0], (9, "prompt", 33, 3, 0), *short[1:]]) == [1, 1, 2]

@@ -1,4 +1,5 @@
-"""The contract on the step itself: same tokens and state, whatever is drafted, whoever shares the batch."""
+"""The contract of the step: the same tokens and state, whatever is drafted and whichever requests share the
+batch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def start(step: Step, slots: list[int]) -> dict[int, list[int]]:
 
 @cache
 def plain_stream(family: str, dtype: str, slot: int) -> list[int]:
-    """A request decoded alone, one token at a time."""
+    """Decode a request alone, one token at a time."""
     step = tiny.build_step(CONFIGS[family], 0, dtype=DTYPES[dtype])
     tokens = start(step, [slot])[slot]
     while len(tokens) < COUNT + 8:
@@ -46,7 +47,7 @@ def plain_stream(family: str, dtype: str, slot: int) -> list[int]:
 
 
 def force(step: Step, slot: int, stream: list[int], done: int, num_right: int) -> None:
-    """Make the first `num_right` drafts of a slot those of the stream and the rest wrong."""
+    """Set the first `num_right` drafts of a slot to those of the stream and the others to wrong ids."""
     for k in range(step.mtp_step):
         following = stream[done + k] if done + k < len(stream) else 0
         step.slots.drafts[slot, k] = following if k < num_right else (following + 1 + k) % 97
@@ -103,7 +104,7 @@ def test_tokens_do_not_depend_on_speculation_at_any_thread_count(count: int) -> 
 
 
 def kv_of(step: Step, kv: torch.Tensor, slot: int, first: int, end: int) -> torch.Tensor:
-    """Keys and values of positions first..end-1 of a slot, [n, 2, heads, head_dim]."""
+    """Return keys and values of positions first..end-1 of a slot, [n, 2, heads, head_dim]."""
     positions = torch.arange(first, end)
     blocks = step.slots.block_table[slot][positions // tiny.BLOCK_SIZE].long()
     assert (blocks > 0).all()
@@ -177,12 +178,12 @@ def test_draft_kv_holds_the_pairs_of_a_fresh_draft_prefill(family: str, mtp_step
             assert fresh.kv_cache.draft is not None
             ours = kv_of(step, step.kv_cache.draft.kv, slot, 1, pos + 1)
             expected = kv_of(fresh, fresh.kv_cache.draft.kv, slot, 1, pos + 1)
-            # Float32 along another route (chunked prefill against single steps), values of scale 1 to 5.
+            # Float32 by another route (chunked prefill against single steps), values of scale 1 to 5.
             torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_the_draft_kv_follows_at_every_depth() -> None:
-    """Many depths in a request's life, and none twice: the same tokens, and a fresh draft prefill's pairs."""
+    """Many depths in a request's life, none twice: the same tokens, and a fresh draft prefill's pairs."""
     step = tiny.build_step(CONFIGS["dense"], 7)
     out = {}
     for slot in (1, 2, 3):
@@ -215,8 +216,8 @@ def test_the_draft_kv_follows_at_every_depth() -> None:
 
 
 @pytest.mark.parametrize("mtp_step", [1, 3, 7])
-def test_the_draft_reads_nothing_that_was_not_written(mtp_step: int) -> None:
-    """NaN in every unwritten place of the caches would make drafts id 0, or other ids than zeros there do."""
+def test_the_draft_reads_only_written_entries(mtp_step: int) -> None:
+    """NaN in unwritten cache entries would make drafts id 0, or other ids than zeros there would."""
     drafts = []
     for is_poisoned in (True, False):
         step = tiny.build_step(CONFIGS["dense"], mtp_step, is_poisoned=is_poisoned)
@@ -242,7 +243,7 @@ def test_nothing_is_written_outside_reserved_pages_and_own_slots() -> None:
     tiny.prefill(step, 1, prompt_of(1)[:20])
     tiny.prefill(step, 2, prompt_of(1)[:3])
     for _ in range(6):
-        # Slot 1 soon runs past its two reserved blocks of 16.
+        # Slot 1 soon needs more than its two reserved blocks of 16.
         force(step, 1, [0] * 200, 0, 0)
         tiny.decode(step, [1, 2, 0])
     reserved = step.slots.block_table[step.slots.block_table > 0].long()
@@ -261,7 +262,7 @@ def test_nothing_is_written_outside_reserved_pages_and_own_slots() -> None:
 
 
 @pytest.mark.parametrize("mtp_step", [0, 3])
-def test_the_last_positions_of_max_model_len_are_right_and_nothing_is_written_beyond(mtp_step: int) -> None:
+def test_the_last_positions_of_max_model_len_are_right_and_none_after_them_is_written(mtp_step: int) -> None:
     long = tiny.build_step(CONFIGS["dense"], 0, max_model_len=128)
     short = tiny.build_step(CONFIGS["dense"], mtp_step, max_model_len=80)
     streams = []
@@ -276,7 +277,7 @@ def test_the_last_positions_of_max_model_len_are_right_and_nothing_is_written_be
 
 
 def outputs(step: Step, slots: list[int], mtp_step: int) -> Sequence[OutputRow]:
-    """What a round gives, whether or not its logits are finite."""
+    """Return a round's outputs, whether or not its logits are finite."""
     index = torch.tensor(slots, dtype=torch.int32)
     with torch.no_grad():
         return StepOutput.unpack(step.decode(index, RoundShape(mtp_step, mtp_step)), mtp_step + 1)
@@ -284,7 +285,7 @@ def outputs(step: Step, slots: list[int], mtp_step: int) -> Sequence[OutputRow]:
 
 @pytest.mark.parametrize("mtp_step", [0, 3])
 @pytest.mark.parametrize("where", ["weight", "final norm"])
-def test_logits_that_are_not_finite_are_told_of_at_once(mtp_step: int, where: str) -> None:
+def test_logits_that_are_not_finite_are_reported_at_once(mtp_step: int, where: str) -> None:
     step = tiny.build_step(CONFIGS["dense"], mtp_step)
     tiny.admit(step, 1)
     tiny.prefill(step, 1, prompt_of(1))
@@ -297,7 +298,7 @@ def test_logits_that_are_not_finite_are_told_of_at_once(mtp_step: int, where: st
     assert row.num_finite == padding.num_finite == padding.num_new == 0
     packed = first_token(step, torch.tensor([1], dtype=torch.int32), mtp_step)
     (first,) = StepOutput.unpack(packed, 1)
-    # What it reads was left before: only its own norm is behind it.
+    # It reads an earlier hidden state: only its own norm comes after.
     assert (first.num_new, first.num_finite) == (1, 1)
     step.slots.last_hidden[1, 3] = float("nan")
     packed = first_token(step, torch.tensor([1], dtype=torch.int32), mtp_step)
@@ -305,7 +306,7 @@ def test_logits_that_are_not_finite_are_told_of_at_once(mtp_step: int, where: st
 
 
 @pytest.mark.parametrize("mtp_step", [0, 3])
-def test_a_state_that_is_not_finite_costs_its_own_request_alone(mtp_step: int) -> None:
+def test_a_state_that_is_not_finite_ends_only_its_own_request(mtp_step: int) -> None:
     step = tiny.build_step(CONFIGS["dense"], mtp_step)
     out = start(step, [1, 2, 3])
     for layer in step.state_cache.layers:
@@ -344,7 +345,7 @@ def test_a_row_that_is_not_finite_counts_where_it_emits(num_right: int) -> None:
     assert row.num_finite == min(row.num_new, 2)
     tokens += row.tokens[: row.num_finite]
     if num_right < 2:
-        # That row was rejected, and what it wrote is not read again.
+        # That row was rejected, and no later round reads its entries.
         while len(tokens) < 12:
             (row,) = outputs(step, [1], 0)
             assert row.num_finite == row.num_new == 1

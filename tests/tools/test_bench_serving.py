@@ -106,14 +106,14 @@ def answered(handle: Any) -> Any:
     return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(handle))
 
 
-def test_a_stream_that_is_cut_off_is_a_failure() -> None:
+def test_a_stream_that_is_cut_off_counts_as_a_failure() -> None:
     chunk = {"choices": [{"text": "half of it"}]}
     client = answered(lambda request: httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\n"))
     sample = asyncio.run(tool.ask(client, {"prompt": "x"}))
     assert sample.error.startswith("the stream ended without usage")
 
 
-def test_nobody_is_waited_for_behind_the_last_arrival() -> None:
+def test_the_load_does_not_wait_after_the_last_arrival() -> None:
     client = answered(lambda request: httpx.Response(400))
     load = tool.run_load(client, [{"prompt": "x"}], concurrency=1, rate=0.01, seed=0)
     _, seconds = asyncio.run(asyncio.wait_for(load, timeout=5))

@@ -1,4 +1,4 @@
-"""Where a step's time goes, as bench_step tells it, and what stands beside it."""
+"""Where a step's time goes, as bench_step reports it, and the saved rows beside it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_kernel_that_waits_for_another_counts_from_its_end(
     events = [
         event("launch", 0.0, 90.0, "DeviceType.CPU"),
         event("product", 10.0, 30.0),
-        # Launched early, it waits until 30.
+        # The kernel was launched early and waits until 30.
         event("norm", 12.0, 33.0),
         event("product", 33.0, 50.0),
         event("norm", 34.0, 55.0),
@@ -94,7 +94,7 @@ def test_every_expert_has_the_numbers_of_the_first(
 
 
 class Profile:
-    """Stands in for torch's profiler: the events that are given, whatever runs meanwhile."""
+    """Stands in for torch's profiler: returns the given events, whatever runs meanwhile."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events = lambda: events
@@ -108,7 +108,7 @@ class Profile:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """bench_step, whose profiler sees a step of two GPUs whatever runs."""
+    """bench_step with a profiler that sees a step of two GPUs, whatever runs."""
     monkeypatch.syspath_prepend(str(TOOLS))
     names = ("product", "gather_kernel", "void at::native::vectorized_gather_kernel<16>(char*)", "sum_kernel")
     names += ("ncclDevKernel_AllGather", "product")
@@ -127,7 +127,7 @@ def test_as_many_requests_are_traced_as_were_timed(traced: Any) -> None:
     assert launched == [((2, 5), (3, 3))] * (1 + traced.TRACED_STEPS)
 
 
-def test_several_gpus_are_traced_by_steps_that_every_rank_is_told_of(
+def test_several_gpus_are_traced_by_steps_that_every_rank_knows(
     traced: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traced, "LeadRunner", SimpleNamespace)
@@ -157,7 +157,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_saved_rows_of_the_same_case_stand_beside_ours(
+def test_saved_rows_of_the_same_case_are_shown_beside_ours(
     traced: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = {"device": "NVIDIA H100", "shape": "4b", "weights": "fp8", "mtp_step": 0, "batch": 1}
@@ -174,7 +174,7 @@ def test_saved_rows_of_the_same_case_stand_beside_ours(
         "vLLM 0.26.0 20.000 to 22.000 ms (1.14 to 1.25 of ours), compiled-mtp 16.000 ms (0.91 of ours)"
     )
     assert json.loads(line)["beside"] == {"vLLM 0.26.0": [20.0, 22.0], "compiled-mtp": [16.0]}
-    # What was printed is such a file.
+    # The printed output is such a file.
     (tmp_path / "printed").write_text(text + "\n" + line)
     assert traced.read_rows(tmp_path / "printed")[0]["step_ms"] == 17.6
     assert traced.rows_beside([], ours) == {}

@@ -43,14 +43,14 @@ def test_every_turn_computes_the_whole_prompt(
     for engine in engines:
         assert engine.tokenizer is not None
         stats = engine.stats()
-        # Or nothing could have been resumed.
+        # Otherwise no prompt could resume.
         assert len(engine.tokenizer.encode(PROMPT)) > engine.config.resume_step
         assert stats.cached_tokens == 0
         assert stats.prompt_tokens == (1 + REPEATS) * len(engine.tokenizer.encode(PROMPT))
 
 
 def test_a_clear_choice_that_differs_is_no_speed() -> None:
-    """Positions 0 and 1 of the output choose id 2 clearly, position 2 all but ties between 0 and 1."""
+    """Positions 0 and 1 of the output choose id 2 clearly; position 2 is nearly a tie between 0 and 1."""
     logits = torch.tensor([[[9.0, 0, 0], [0, 0, 5], [0, 0, 5], [1, 1.0001, 0], [0, 0, 0]]])
 
     def model(ids: torch.Tensor) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""tools/compare_recipes.py compares a checkpoint with its quantised one."""
+"""tools/compare_recipes.py compares a checkpoint with its quantised version."""
 
 from __future__ import annotations
 

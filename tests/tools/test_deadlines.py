@@ -1,4 +1,4 @@
-"""Jobs that hang or kill their process are told of by name, and all the others are done."""
+"""Jobs that hang or kill their process are named, and all other jobs are done."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("deadlines")
 
 
-def test_what_hangs_is_killed_and_the_rest_is_done(tool: Any) -> None:
+def test_a_hanging_job_is_killed_and_the_others_are_done(tool: Any) -> None:
     jobs = ["a", "hang", "b", "die", "fail", "c"]
     results = dict(tool.run_jobs(work, jobs, 2, 3.0))
     assert [results[i] for i in (0, 2, 5)] == ["a done", "b done", "c done"]
@@ -39,7 +39,7 @@ def test_what_hangs_is_killed_and_the_rest_is_done(tool: Any) -> None:
     assert results[1] == "HUNG"
 
 
-def test_leaving_early_kills_what_runs(tool: Any) -> None:
+def test_leaving_early_kills_running_jobs(tool: Any) -> None:
     found = tool.run_jobs(work, ["a", "hang"], 1, 60.0)
     assert next(found) == (0, "a done")
     begin = time.monotonic()

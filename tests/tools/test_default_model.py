@@ -1,4 +1,4 @@
-"""The checkpoint that ships is what its card says, and the tool that made it does what it says."""
+"""The default checkpoint fits its model card, and the tool that made it works as described."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_examples_are_requests(shipped: tuple[TrainingModel, data.Tokenizer]) ->
 def test_drafts_are_those_of_decoding(
     shipped: tuple[TrainingModel, data.Tokenizer], token_ids: torch.Tensor
 ) -> None:
-    """The teacher-forced depths against the head run as decoding runs it: a prefill, then a chain."""
+    """Compare teacher-forced acceptance with the head run as in decoding: a prefill, then a chain."""
     model = shipped[0]
     layer = model.mtp.layers[0]
     hidden = model.hidden(token_ids)
@@ -171,7 +171,7 @@ def test_drafts_are_those_of_decoding(
 def test_engine_accepts_what_the_plain_head_predicts(
     shipped: tuple[TrainingModel, data.Tokenizer], token_ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plain model decodes greedily; a draft counts where those before it in its round were right."""
+    """The plain model decodes greedily; a draft counts if all drafts before it in its round were right."""
     from default_model_training import evaluation
 
     monkeypatch.setattr(evaluation, "PREFIX", 64)

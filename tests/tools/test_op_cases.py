@@ -1,4 +1,5 @@
-"""What bench_op measures is first checked: the checks hold on the CPU's operators and fail for wrong ones."""
+"""bench_op checks an operator before it times it: the checks pass for the CPU's operators and fail for wrong
+ones."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 TOOLS = Path(__file__).parents[2] / "tools"
-# What of the tools' operators has a CPU route fast enough for a test; all that take products, norms or FP8.
+# The tools' operators with a CPU route fast enough for a test: all products, norms and FP8 operators.
 MODULES = ("linear", "linear_w8a8", "quantize_rows", "rms_norm", "silu_mul", "moe_experts")
 
 
@@ -33,7 +34,7 @@ def test_cases_are_right(tiny: Any, module: str, settings: dict[str, int]) -> No
     for case in cases:
         args = case.make_inputs("cpu", 0)
         case.call(*args)
-        # A CPU rounds what it multiplies out of FP8 experts, a GPU does not.
+        # A CPU rounds the weights of FP8 experts when it dequantises them, a GPU does not.
         if not case.label.endswith("experts fp8"):
             case.check(args)
 

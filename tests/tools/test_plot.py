@@ -1,4 +1,4 @@
-"""tools/plot.py: each picture from a few lines of JSON; what the committed ones were drawn from."""
+"""tools/plot.py: each picture from a few lines of JSON, and the sources of the committed pictures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFIX = [
     {"prompt_tokens": length, "first_token_s": {"new": length / 1000, "again": 0.1, "goes_on": 0.2}}
     for length in (2048, 512)
 ]
-# What a plot takes, and the lines that it draws of that.
+# A plot's input, and the lines that it draws from it.
 CASES_OF: dict[str, list[tuple[list[Any], dict[str, Any]]]] = {
     "speedup": [
         (STEPS, {"it, mtp_step 3": {1: 2.5, 8: 1.5}}),
@@ -50,7 +50,7 @@ CASES_OF: dict[str, list[tuple[list[Any], dict[str, Any]]]] = {
 def test_a_picture_of_each(name: str, tmp_path: Path) -> None:
     for objects, lines in CASES_OF[name]:
         file = tmp_path / "data.jsonl"
-        # Progress and tables stand between a tool's records.
+        # Progress and tables may come between a tool's records.
         file.write_text("a table\n" + "\n".join(map(json.dumps, [*objects, {"other": 1}])))
         assert plot.PLOTS[name][0]("it", list(plot.read_objects(file))) == lines
         pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
@@ -60,12 +60,12 @@ def test_a_picture_of_each(name: str, tmp_path: Path) -> None:
         assert pictures[0].read_text().count("<use ") >= sum(map(len, lines.values()))
 
 
-def test_every_line_of_a_committed_picture_was_measured_by_itself() -> None:
+def test_every_line_of_a_committed_picture_was_measured() -> None:
     files = sorted((ROOT / "docs" / "data").iterdir())
     assert len({file.read_bytes() for file in files}) == len(files) > 0
 
 
-def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps(STEPS[0]))
     assert plot.main(["acceptance", f"it={file}", "--output", str(tmp_path / "x.svg")]) == 2

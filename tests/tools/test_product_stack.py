@@ -1,4 +1,4 @@
-"""The stack in which tiles compete: which tiles are tried, that they are checked, and what is kept."""
+"""The stack in which tiles compete: which tiles it tries, that it checks them, and which it keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOL = "product_tuning.stack"
 SHARED, PROCESSORS = 227 * 1024, 132
 
 
-def test_tiles_fill_the_processors_and_have_their_place_at_once(tool: Any) -> None:
+def test_tiles_fill_the_processors_and_run_at_once(tool: Any) -> None:
     for n, k, split in ((8224, 1024, 1), (7168, 1024, 1), (1024, 2048, 4), (1024, 3584, 4)):
         found = list(tool.held_tiles(n, k, split, SHARED, PROCESSORS))
         assert found
@@ -27,7 +27,7 @@ def test_tiles_fill_the_processors_and_have_their_place_at_once(tool: Any) -> No
 
 
 def make_tuner(tool: Any, monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int, ...], float]) -> Any:
-    """A tuner of one product whose stack takes 100 us, with a tile what `times` has for it, else 99.5."""
+    """Return a tuner of one product: its stack takes 100 us, with a tile `times`' value for it, or 99.5."""
     target = TargetModel(tiny.tiny_config(), torch.float32, torch.device("cpu"))
     table: dict[str, list[int]] = {}
     name = "1024x2048 parts4"
@@ -45,9 +45,7 @@ def make_tuner(tool: Any, monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int
     return tuner
 
 
-def test_the_fastest_tile_is_kept_and_a_gain_of_nothing_is_not(
-    tool: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_tile_is_kept_only_if_it_gains(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "1024x2048 parts4"
     for times, wanted in (({(32, 128, 1): 80.0, (32, 128, 2): 79.9}, [32, 128, 1]), ({}, None)):
         tuner = make_tuner(tool, monkeypatch, times)
@@ -59,7 +57,7 @@ def test_the_fastest_tile_is_kept_and_a_gain_of_nothing_is_not(
         assert str(wanted) in text
 
 
-def test_a_tile_that_has_come_to_cost_more_than_none_goes(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_became_slower_than_none_is_dropped(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "1024x2048 parts4"
     slow = {
         tuple(t): 120.0 for t in ([b, p, f] for b in (16, 32, 64) for p in (64, 128, 256) for f in (1, 2, 3))
@@ -83,13 +81,13 @@ def test_a_tile_with_other_bits_ends_the_run(tool: Any, monkeypatch: pytest.Monk
     tuner.tune("1024x2048 parts4", 1e18)
 
 
-def test_the_names_are_those_that_a_model_asks_for(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_are_those_that_a_model_uses(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = TargetModel(tiny.tiny_config(), torch.float32, torch.device("cpu"))
     monkeypatch.setattr(tool, "Stack", lambda shape, rows: SimpleNamespace(target=target))
     names = tool.HeldTuner("0.8b", 4).names
     assert any(name.endswith("parts1") for name in names)
     assert any(name.endswith("product") for name in names)
-    # `linear` looks for gate and up by that kind.
+    # `linear` looks up gate and up by that kind.
     gate_up = target.layers[0].ffn.gate_up
     assert gate_up.is_gated
     n, k = gate_up.weight.shape

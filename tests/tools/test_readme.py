@@ -1,4 +1,4 @@
-"""tools/README.md names every tool, and commands that exist."""
+"""tools/README.md names every tool, and only commands that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder gives a launch as Triton would specialise it for real arguments on each GPU."""
+"""The recorder specialises a launch as Triton would for real arguments on each GPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def copy(source, target, stride, one, count, BLOCK):  # type: ignore[no-untyped-def]
-    """Never run: only its arguments matter."""
+    """A kernel that never runs: only its arguments matter."""
 
 
 @pytest.fixture
 def kernel() -> Any:
-    """A kernel that is compiled, where the tests' own processes interpret those of the operators."""
+    """A compiled kernel; the tests' own processes interpret those of the operators."""
     from triton.runtime.jit import JITFunction
 
     copy.__annotations__ = {"BLOCK": "tl.constexpr"}
@@ -38,7 +38,7 @@ def kernel() -> Any:
 
 
 def described(launch: Any) -> tuple[dict[str, str], dict[str, Any], set[str]]:
-    """Types, constants by name, and the arguments that are multiples of 16."""
+    """Return types, constants by name, and the arguments that are multiples of 16."""
     names = launch.source.fn.arg_names
     constants = {names[path[0]]: value for path, value in launch.source.constants.items()}
     aligned = {names[path[0]] for path, value in launch.source.attrs.items() if value}
@@ -61,7 +61,7 @@ def test_arguments_are_specialised_by_their_values(recorder: Any, kernel: Any) -
         "i32",
     ]
     assert constants == {"one": 1, "BLOCK": 64}
-    # x[1, 1:] lies at 50 bytes, y[2] at 192; count is not specialised.
+    # x[1, 1:] begins at 50 bytes, y[2] at 192; count is not specialised.
     assert aligned == {"target", "stride"}
     assert (first.options.num_warps, first.options.num_stages) == (2, 5)
     signature, constants, aligned = described(second)

@@ -1,4 +1,4 @@
-"""The benchmark of depths: every case ends in a record and a plot, and wrong tokens in nothing."""
+"""The benchmark of depths: every case ends in a record and a plot; wrong tokens end without output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOL = "engine_scenarios.depth"
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: Any) -> list[str]:
-    """Those of a tiny checkpoint, with short blocks."""
+    """Return flags for a tiny checkpoint and short blocks."""
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     monkeypatch.setattr(tool, "CHECKED_TOKENS", 6)
     flags = ["depth", f"--model={tmp_path}", "--accept=change,2.6", "--depths=0,1", "--max-tokens=24"]
@@ -64,13 +64,13 @@ def test_cases_end_in_one_line(
             low, high = over["interval_95"]
             assert 0 < low <= over["ratio"] <= high
         assert sum(row["rounds_by_depth"].values()) > 0
-    # The check's three, then each way of a block at its rate, of the same prompts.
+    # The check's three runs, then each way of a block at its rate, with the same prompts.
     high, low, middle = (tool.rate_for(accept, 3) for accept in (3.3, 1.1, 2.6))
     assert [rate for rate, _, _ in begun[3:]] == [*[high] * 3, *[low] * 3, *[middle] * 6]
     for at in range(3, len(begun), 3):
         assert {way for _, way, _ in begun[at : at + 3]} == {"auto", "0", "1"}
         assert all(prompts == begun[at][2] for _, _, prompts in begun[at : at + 3])
-    # Depth 0 decodes a token per round, depth 1 at a rate of 2.6 fewer rounds.
+    # Depth 0 takes a round per token; depth 1, at a rate of 2.6, takes fewer rounds.
     steps = dict(rounds[-3:])
     assert steps["1"] < steps["0"]
 
@@ -102,7 +102,7 @@ def test_ways_take_turns_on_the_same_texts(
         ("--shape=5b", "invalid choice: '5b'"),
     ],
 )
-def test_what_would_be_met_late_is_refused_at_once(
+def test_late_errors_are_found_at_once(
     tool: Any,
     bench_engine: Any,
     monkeypatch: pytest.MonkeyPatch,

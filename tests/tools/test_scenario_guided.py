@@ -1,4 +1,4 @@
-"""The tool that times steps with grammars, log probabilities and penalties: one line, or nothing."""
+"""The tool that times steps with grammars, log probabilities and penalties: one line, or no output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_prompts_hold_records_of_the_schema(tool: Any) -> None:
             jsonschema.validate(json.loads(line.strip().removesuffix(",")), tool.RECORD)
 
 
-def test_nothing_is_printed_for_tokens_that_depend_on_their_company(
+def test_nothing_is_printed_for_tokens_that_depend_on_other_requests(
     tool: Any, bench_engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(tool.EXTRAS, "logprobs", {"logit_bias": {5: 100.0}})

@@ -12,7 +12,7 @@ FLAGS = ["prefix", "--prompt-tokens=130", "--max-tokens=3", "--repeats=1", "--de
 FLAGS += ["--compile=off"]
 
 
-def test_what_comes_again_is_cached(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_prompt_is_cached(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bench_engine.main(FLAGS)
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["cached_tokens"] == 128
@@ -34,7 +34,7 @@ def test_nothing_is_printed_for_tokens_that_depend_on_the_cache(
     assert capsys.readouterr().out == ""
 
 
-def test_a_prompt_without_a_place_to_resume_at_is_named(
+def test_a_prompt_without_a_resume_point_is_named(
     bench_engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="was not found in the cache; raise --prompt-tokens"):

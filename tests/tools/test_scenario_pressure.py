@@ -1,4 +1,4 @@
-"""The benchmark of pools: what it counts, and that it prints nothing for wrong or missing tokens."""
+"""The benchmark of pools: its counts, and no output for wrong or missing tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def model(tmp_path: Path) -> str:
     return f"--model={tmp_path}"
 
 
-def test_every_pool_is_timed_and_those_who_leave_are_counted(
+def test_every_pool_is_timed_and_preemptions_are_counted(
     bench_engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Two come in on the shortest pool, with 64 tokens ahead of them, and cannot end there together.
+    # The shortest pool admits two requests, each with 64 tokens reserved ahead; both cannot end there
+    # together.
     lengths = ["--max-tokens=400", "--new-tokens=120"]
     bench_engine.main([*FLAGS, *lengths, "--shape=tiny", "--graph-mode=uncompiled", "--mtp-step=1"])
     line = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The tuner of products: which ways it tries, that it checks them, and what it prints and writes."""
+"""The tuner of products: which candidates it tries and checks, and what it prints and writes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_kernel_is_compiled_once(
     down, out = (ways.Product("27b", name, 5120, k) for name, k in (("down", 17408), ("gdn_out", 6144)))
     alone = tool.distinct(tried.ways_of("narrow", down, 4))
     assert [way.tile for way in alone] == tried.narrow_configs(down)
-    # The weight's size makes no other kernel of the configurations that both have.
+    # The weight's size makes no other kernel for the configurations that both have.
     both = tool.distinct([*tried.ways_of("narrow", down, 4), *tried.ways_of("narrow", out, 4)])
     assert len(both) < len(alone) + len(tried.narrow_configs(out))
 
@@ -87,7 +87,7 @@ def test_the_named_weights_once_each(tried: Any) -> None:
 
 @pytest.mark.parametrize("shape", ["27b", "9b", "4b", "0.8b"])
 @pytest.mark.parametrize("rows", [32, 128, 256])
-def test_every_number_of_parts_has_tall_tiles(tried: Any, shape: str, rows: int) -> None:
+def test_every_number_of_partials_has_large_m_tiles(tried: Any, shape: str, rows: int) -> None:
     products = [
         one for one in tried.products_of([shape], ["bf16"], (), tried.NOT_TIMED) if tried.is_tall(one)
     ]
@@ -107,7 +107,7 @@ def test_every_number_of_parts_has_tall_tiles(tried: Any, shape: str, rows: int)
 
 @pytest.mark.parametrize("name, n, k", [("gate|up", 34816, 5120), ("down", 5120, 17408)])
 @pytest.mark.parametrize("rows", [4, 32, 128, 256])
-def test_every_number_of_parts_has_tiles_in_fp8(
+def test_every_number_of_partials_has_tiles_in_fp8(
     tried: Any, ways: Any, name: str, n: int, k: int, rows: int
 ) -> None:
     found = tried.ways_of("w8a8", ways.Product("27b", name, n, k, "w8a8"), rows)
@@ -121,7 +121,7 @@ def test_every_number_of_parts_has_tiles_in_fp8(
 @pytest.mark.kernels
 @pytest.mark.timeout(600)
 def test_the_candidate_compiles_to_one_class_of_product() -> None:
-    """Warp-group products whatever the tile, and no spills."""
+    """Every tile multiplies by warp-group instructions, without spills."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     flags = ["tall", "--compile-only", "--workers=2", "--rows=128", "--weights=gate|up"]
     command = [sys.executable, str(TOOLS / "tune_products.py"), *flags]
@@ -133,14 +133,14 @@ def test_the_candidate_compiles_to_one_class_of_product() -> None:
 
 @pytest.fixture
 def timed(ways: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All but the times, which a call stands for here: what the calls gave."""
+    """Replaces the timing: for each call, its result."""
     called: list[Any] = []
     monkeypatch.setattr(ways, "DEVICE", "cpu")
     monkeypatch.setattr(ways, "ROTATED_BYTES", 1)
     monkeypatch.setattr(ways, "FEW_ROWS", (4,))
     monkeypatch.setattr(ways, "bandwidth", lambda: 1e9)
     monkeypatch.setattr(ways, "time_us", lambda calls: called.append(calls[-1]()) or 50.0)
-    # The operator on a CPU is another product, and without parts.
+    # The operator on a CPU is another product, and has no split-K partials.
     for name in ("linear", "linear_partials", "linear_silu_mul"):
         monkeypatch.setattr(ways, name, getattr(ways, name).launch)
     return called
@@ -151,7 +151,7 @@ def timed(ways: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "name, chains, count",
     [("gate|up", 1, 1), ("qkvz|ba", 2, 1), ("lm_head", 2, 1), ("down", 4, 1), ("down", 4, 2)],
 )
-def test_a_way_is_checked_and_timed(
+def test_a_candidate_is_checked_and_timed(
     ways: Any, timed: list[Any], monkeypatch: pytest.MonkeyPatch, name: str, chains: int, count: int
 ) -> None:
     monkeypatch.setattr(ways.Product, "chains", chains)
@@ -163,7 +163,7 @@ def test_a_way_is_checked_and_timed(
         assert found["us"] == 50.0
         assert found["floor_us"] == pytest.approx(96 * 512 * 2 / 1e3)
         assert ("decisive_us" in found) == (name == "down" and way.kernel != "cuBLAS")
-        # In the interpreter a product rounds as the CPU does: of a wrong tile no value would be near.
+        # In the interpreter a product rounds like the CPU's: a wrong tile's values would all be far off.
         assert found["same_bits"] in ({None} if way.kernel == "cuBLAS" else {True, False})
     wanted = ways.wanted_of(product, rows)
     assert wanted.dtype == (torch.float32 if name == "lm_head" else torch.bfloat16)
@@ -174,7 +174,7 @@ def test_a_way_is_checked_and_timed(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 @pytest.mark.parametrize("name, count", [("qkvz", 1), ("down", 2)])
-def test_a_way_in_fp8_is_checked_timed_printed_and_written(
+def test_an_fp8_candidate_is_checked_timed_printed_and_written(
     tool: Any,
     ways: Any,
     timed: list[Any],
@@ -189,7 +189,7 @@ def test_a_way_in_fp8_is_checked_timed_printed_and_written(
     best: Any = {}
     for way in (tall, left):
         found = json.loads(ways.time_way(way))
-        # In the interpreter a product rounds as the CPU does.
+        # In the interpreter a product rounds like the CPU's.
         assert found["same_bits"] in {True, False}
         assert ("decisive_us" in found) == (name == "down")
         torch.testing.assert_close(ways.result_of(tall, 18), ways.result_of(left, 18), rtol=1.6e-2, atol=1e-2)
@@ -221,11 +221,11 @@ def test_a_narrow_tile_is_timed_among_its_neighbours(ways: Any, timed: list[Any]
         found = json.loads(ways.time_way(ways.Way(product, 4, "tile", 2, config)))
         assert found["same_bits"] in same
         assert found["decisive_us"] == 50.0
-    # The norm's rows and sums, and what the product alone gives.
+    # The norm's rows and sums, and the result of the product alone.
     assert [len(timed[1]), timed[3].shape] == [2, (4, 96)]
 
 
-def test_what_was_found_is_printed_and_written(
+def test_results_are_printed_and_written(
     tool: Any, ways: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     product, tile = ways.Product("27b", "down", 5120, 17408), ways.LargeMTile(128, 256, 64, 64, 8, 4)
@@ -242,7 +242,7 @@ def test_what_was_found_is_printed_and_written(
     assert hung.endswith("HUNG")
     assert other.endswith("50.0 us, 1.25 of reading it, with its neighbours 60.0, OTHER BITS")
     assert same.endswith(", same bits")
-    # Without descriptors it is faster: nothing is left of the tile.
+    # Without descriptors it is faster, so no tile is written.
     tool.show(replace(plain, rows=20), found % ("true", 30.0), best)
     written = tmp_path / "large_m.json"
     tool.write_table(tool.merged(best, large_m_config.read_large_m_table()), written)
@@ -254,14 +254,14 @@ def test_what_was_found_is_printed_and_written(
 def test_narrow_products_compete_in_a_stack_unless_they_are_in_none(
     tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All but the GPU: a tile's time alone is its number, and the stack prefers the second of its rivals."""
+    """No GPU is used: a tile's time alone is its number, and in the stack the second candidate wins."""
     table: dict[str, dict[str, list[int]]] = {}
     best: dict[str, list[Any]] = {}
 
     def run_phase(work: Any, jobs: list[Any], *rest: Any) -> Any:
         for index, way in enumerate(jobs if work is tool.time_way else []):
             assert way.capability == 90
-            # A product before a norm may have no other bits; the others' tables decide them.
+            # A product before a norm must keep its bits; the other products' tables decide theirs.
             same = None if not way.product.is_before_norm else index % 2 == 1
             times = {"us": 1.0 + index, "decisive_us": 1.0 + index, "floor_us": 1.0}
             yield way, json.dumps(times | {"same_bits": same})
@@ -290,7 +290,7 @@ def test_narrow_products_compete_in_a_stack_unless_they_are_in_none(
     assert written == table
     assert written["sm_90"].keys() == {"5120x17408 bf16", "248320x5120 bf16"}
     assert list(best) == ["5120x17408 bf16"]
-    # Products are tried by size, down first: of its tiles the odd ones have the operator's bits.
+    # Products are tried by size, down first: of its tiles, the odd ones have the operator's bits.
     products = tool.candidates.products_of(["27b"], ["bf16"], ["down", "lm_head"])
     down, head = (tool.candidates.narrow_configs(product) for product in products)
     assert best["5120x17408 bf16"][:2] == [down[1], down[3]]
@@ -301,7 +301,7 @@ def test_narrow_products_compete_in_a_stack_unless_they_are_in_none(
 @pytest.mark.parametrize(
     "path", [large_m_config.LARGE_M_TABLE, w8a8_config.LARGE_M_TABLE, RESIDENT_TABLE], ids=str
 )
-def test_a_table_that_is_there_is_what_the_tool_writes(tool: Any, tmp_path: Path, path: Path) -> None:
+def test_the_committed_table_is_what_the_tool_writes(tool: Any, tmp_path: Path, path: Path) -> None:
     tool.write_table(json.loads(path.read_text()), tmp_path / "table.json")
     assert (tmp_path / "table.json").read_text() == path.read_text()
 

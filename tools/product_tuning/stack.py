@@ -22,7 +22,7 @@ from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.models.layers import Linear, rotary_table
 from compiled_mtp.models.qwen3_5 import TargetModel
-from compiled_mtp.models.resident import settle_resident
+from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear import NARROW_ROWS, count_partials
@@ -140,7 +140,7 @@ class HeldTuner:
 
     def stack_us(self) -> float:
         """Microseconds of the stack with the table as it is now."""
-        settle_resident(self.stack.target)
+        choose_resident(self.stack.target)
         return statistics.median(self.stack.time_us() for _ in range(TIMES))
 
     def check(self, name: str) -> None:

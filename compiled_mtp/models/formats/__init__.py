@@ -1,1 +1,1 @@
-"""Storage formats of quantised weights: which tensors hold one, and how its values follow."""
+"""Storage formats of quantised weights: which tensors hold a weight, and how its values are computed."""

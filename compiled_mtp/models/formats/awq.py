@@ -18,13 +18,13 @@ from compiled_mtp.models.formats.weight import FLOATS
 from compiled_mtp.models.headers import Header
 
 _BITS, _PER_WORD = 4, 8
-# Which of a word's codes is that of row 8 w + j.
+# For row 8 w + j the index of its code in word w.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_interleaved(words: torch.Tensor) -> torch.Tensor:
-    """Words [M, W] int32 to int32 codes [8 W, M]: a row of codes for each row of the weight."""
-    # Words are transposed, not the codes: eight times fewer.
+    """Unpack words [M, W] int32 to int32 codes [8 W, M]: one row of codes per row of the weight."""
+    # Transpose the words before unpacking: they are eight times fewer than the codes.
     codes = unpack_rows(words.T.contiguous(), _BITS).unflatten(0, (-1, _PER_WORD))
     return codes[:, list(_PLACES)].flatten(0, 1)
 
@@ -43,7 +43,7 @@ class AWQ(IntegerWeight):
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Eight rows of the scales to each word."""
+        """Whether `qweight` has one word per eight columns of `scales`."""
         if "qweight" not in parts or "scales" not in parts:
             return False
         words, scales = parts["qweight"].shape, parts["scales"].shape
@@ -55,20 +55,20 @@ class AWQ(IntegerWeight):
         return f"AWQ int4, groups of {self.group}"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
-        """N from the scales, K from the words."""
+        """Return N and K: N from the scales, K from the words."""
         (columns, words), (groups, rows) = self.check_matrix("qweight"), self.check_matrix("scales")
         self.check_shape("qzeros", groups, words)
         self.group = self.find_group("scales", columns, groups, claims)
         return rows, columns
 
     def check_values(self) -> None:
-        """Finite scales."""
+        """Raise ValueError unless the scales are finite."""
         self.check_finite("scales")
 
     def codes(
         self, rows: slice, columns: slice, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
-        """Codes, zero points and scales."""
+        """The codes, zero points and scales."""
         words, groups, own = covering(rows, _PER_WORD), covering(columns, self.group), within(rows, _PER_WORD)
         codes = unpack_interleaved(self.part("qweight", columns, words, device=device))[own]
         zeros = unpack_interleaved(self.part("qzeros", groups, words, device=device))[own]

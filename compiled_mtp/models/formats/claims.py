@@ -1,7 +1,7 @@
-"""What config.json, and hf_quant_config.json beside it, say of quantised weights.
+"""Reads what config.json and hf_quant_config.json say about quantised weights.
 
-What is quantised, and how, follows from the stored tensors. These files are read for what names and shapes
-cannot say (the sizes of groups, GPTQ's zero points), and to refuse by name what is not computed.
+The stored tensors decide what is quantised, and how. These files are read for what names and shapes do not
+tell (group sizes, GPTQ's zero points), and to refuse unsupported methods by name.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ _BITS = (4, 8)
 
 @dataclass(frozen=True)
 class Claims:
-    """is_fp8: weights are said to be FP8 in blocks of 128. group_sizes: of integer weights, -1 for a group a
-    row; empty where nothing says them. zero_offset: what GPTQ adds to a stored zero point, None where nothing
-    says it. is_symmetric: whether all GPTQ weights are, None where nothing says it.
+    """What the files say about quantised weights.
+
+    is_fp8: weights are FP8 in blocks of 128. group_sizes: of integer weights, -1 for one group per row; empty
+    if not given. zero_offset: the number that GPTQ adds to a stored zero point, None if not given.
+    is_symmetric: whether all GPTQ weights are symmetric, None if not given.
     """
 
     is_fp8: bool = False
@@ -42,7 +44,7 @@ class Claims:
 
 
 def read_claims(root: Path) -> Claims:
-    """What the files in `root` say. Raises ValueError for a method or packing that is not supported."""
+    """Read the claims of the files in `root`. Raises ValueError for an unsupported method or packing."""
     top = read_json(root / "config.json", optional=True)
     other = read_json(root / "hf_quant_config.json", optional=True)
     if other:
@@ -53,7 +55,7 @@ def read_claims(root: Path) -> Claims:
 
 
 def claims_of(section: dict[str, Any]) -> Claims:
-    """What a quantization_config says."""
+    """Read the claims of a quantization_config. Raises ValueError for an unsupported method or packing."""
     method = section.get("quant_method")
     check(
         method in METHODS, "quantization_config.quant_method", f"be {' or '.join(METHODS)}", method, _REMEDY
@@ -74,7 +76,7 @@ def claims_of(section: dict[str, Any]) -> Claims:
 
 
 def _fp8(section: dict[str, Any]) -> Claims:
-    # A missing block size means one scale a tensor, which is another format.
+    # A missing block size means one scale per tensor, which is another format.
     layout = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": None} | section
     for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("weight_block_size", [128, 128])):
         _check_key(layout, key, (wanted,))
@@ -82,7 +84,7 @@ def _fp8(section: dict[str, Any]) -> Claims:
 
 
 def _gptq(section: dict[str, Any]) -> Claims:
-    # `dynamic` overrides these by patterns of names.
+    # `dynamic` overrides these keys for names that match a pattern.
     parts = [section, *_sections(section.get("dynamic"))]
     _check_bits(parts, "bits")
     _check_key(section, "checkpoint_format", (None, "gptq", "gptq_v2"))
@@ -95,7 +97,7 @@ def _gptq(section: dict[str, Any]) -> Claims:
 
 
 def _auto_round(section: dict[str, Any]) -> Claims:
-    # `extra_config` overrides these by names; 16 bits are not quantised.
+    # `extra_config` overrides these keys for some names; entries of 16 bits are not quantised.
     parts = [section, *_sections(section.get("extra_config"))]
     parts = [part for part in parts if Keys(part).integer("bits", 4) < 16]
     _check_bits(parts, "bits")
@@ -118,7 +120,7 @@ def _compressed_tensors(section: dict[str, Any]) -> Claims:
     for each in (section, *groups):
         _check_key(each, "format", (None, *_TENSORS_FORMATS))
     _check_key(section, "quantization_status", (None, "compressed"))
-    # Rotations of activations, and zeros that are left out.
+    # Unsupported: rotations of activations, and sparse weights that omit zeros.
     for key in ("transform_config", "sparsity_config"):
         _check_key(section, key, (None, {}))
     weights = [Keys(group).section("weights") for group in groups]
@@ -132,7 +134,7 @@ def _compressed_tensors(section: dict[str, Any]) -> Claims:
 
 
 def _check_algorithms(section: dict[str, Any], name: str) -> None:
-    """Refuse what modelopt calls an algorithm, for all layers or one of them, that is not supported."""
+    """Raise ValueError for an unsupported modelopt algorithm (quant_algo) of all layers or of one."""
     found = [section, *_sections(section.get("quantized_layers"))]
     for algorithm in (part["quant_algo"] for part in found if part.get("quant_algo") is not None):
         check(algorithm in _ALGORITHMS, name, f"be {' or '.join(_ALGORITHMS)}", algorithm, _REMEDY)
@@ -145,7 +147,7 @@ def _sections(value: object) -> Iterator[dict[str, Any]]:
 
 
 def _check_key(section: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
-    """Refuse a value that is none of `allowed`, where None stands for a key that is left out."""
+    """Raise ValueError for a value that is not in `allowed`, where None stands for a missing key."""
     got = section.get(key)
     texts = [json.dumps(one) for one in allowed if one is not None] or ["left out"]
     check(got in allowed, f"{SECTION}.{key}", f"be {' or '.join(texts)}", json.dumps(got), _REMEDY)
@@ -159,7 +161,7 @@ def _check_bits(parts: Iterable[dict[str, Any]], key: str) -> None:
 
 
 def _group_sizes(parts: Iterable[dict[str, Any]]) -> tuple[int, ...]:
-    """The sizes of groups that `parts` name."""
+    """The group sizes that `parts` name, ascending."""
     sizes: set[int] = set()
     for part in parts:
         size = part.get("group_size")
@@ -172,6 +174,6 @@ def _group_sizes(parts: Iterable[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _agreed(parts: Iterable[dict[str, Any]], key: str) -> bool | None:
-    """What all of `parts` that have the key say; None where they differ or none has it."""
+    """The value on which all of `parts` with the key agree; None if they differ or none has the key."""
     found = {Keys(part).flag(key, False) for part in parts if key in part}
     return found.pop() if len(found) == 1 else None

@@ -1,10 +1,10 @@
 """FP4 (e2m1): NVFP4 of compressed-tensors and of modelopt, and MXFP4.
 
-NVFP4: bytes [N, K / 2] of two columns each, `weight_scale` [N, K / 16] e4m3, and one factor for the tensor:
+NVFP4: bytes [N, K / 2] of two columns each, `weight_scale` [N, K / 16] e4m3, and one factor per tensor:
 compressed-tensors' `weight_global_scale` divides, modelopt's `weight_scale_2` multiplies. MXFP4: bytes, and
-`weight_scale` [N, K / 32] bytes b that stand for 2^(b - 127). The product of a code and its scale is exact;
-the factor of the tensor comes after it, as one float32 operation. Scales of activations are not read: rows
-are multiplied as they are. Sources: compressed-tensors, modelopt, the OCP specification of MX formats.
+`weight_scale` [N, K / 32] bytes b that mean 2^(b - 127). The product of a code and its scale is exact; the
+tensor's factor is applied after it, as one float32 operation. Scales of activations are not read: products
+take plain rows. Sources: compressed-tensors, modelopt, the OCP specification of MX formats.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LEAST, _MOST = 2, 252
 
 
 class _FP4(PackedWeight):
-    """A linear of e2m1 codes. packed: the ending of the name of its bytes. group: columns that share a
+    """A linear of e2m1 codes. packed: the last part of the name of its bytes. group: columns that share a
     scale."""
 
     packed: ClassVar[str] = "weight_packed"
     group: ClassVar[int] = 16
 
     def measure(self, claims: Claims) -> tuple[int, int]:
-        """From the bytes; the scales must fit them."""
+        """Return N and K from the bytes. Raises ValueError for scales that do not fit them."""
         rows, half = self.check_matrix(self.packed)
         rule = f"hold whole groups of {self.group} columns"
         check(2 * half % self.group == 0, self.name, rule, 2 * half, AGAIN)
@@ -55,7 +55,7 @@ class _FP4(PackedWeight):
 
 
 class NVFP4(_FP4):
-    """A linear in compressed-tensors' NVFP4, whose factor of the tensor divides."""
+    """A linear in compressed-tensors' NVFP4: the tensor's factor divides."""
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "weight_packed": ("U8",),
@@ -68,22 +68,22 @@ class NVFP4(_FP4):
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Packed bytes."""
+        """Whether `weight_packed` holds bytes."""
         return "weight_packed" in parts and parts["weight_packed"].dtype == "U8"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
-        """See `_FP4`; there is one factor of the tensor."""
+        """Do what `_FP4` does, and raise ValueError unless the tensor has one factor."""
         factor = self.parts[self.factor]
         check(math.prod(factor.shape) == 1, factor.name, "be one factor", list(factor.shape), AGAIN)
         return super().measure(claims)
 
     def check_values(self) -> None:
-        """Finite scales, a positive factor."""
+        """Raise ValueError unless the scales are finite and the tensor's factor is positive."""
         self.check_finite("weight_scale")
         self.check_finite(self.factor, is_positive=True)
 
     def scales(self, rows: slice, groups: slice, device: torch.device) -> torch.Tensor:
-        """The float32 scales without the factor of the tensor."""
+        """The float32 scales without the tensor's factor."""
         return self.part("weight_scale", rows, groups, device=device).float()
 
     def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
@@ -91,12 +91,12 @@ class NVFP4(_FP4):
         return self.finish(super().decode(rows, columns, device), self.whole(self.factor).to(device))
 
     def finish(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """Bring the factor of the tensor in."""
+        """Apply the tensor's factor to the values."""
         return values / factor
 
 
 class ModeloptNVFP4(NVFP4):
-    """A linear in modelopt's NVFP4, whose factor of the tensor multiplies."""
+    """A linear in modelopt's NVFP4: the tensor's factor multiplies."""
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "weight": ("U8",),
@@ -109,11 +109,11 @@ class ModeloptNVFP4(NVFP4):
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Bytes under the name of plain weights."""
+        """Whether `weight` holds bytes."""
         return "weight" in parts and parts["weight"].dtype == "U8"
 
     def finish(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """Bring the factor of the tensor in."""
+        """Apply the tensor's factor to the values."""
         return values * factor
 
 
@@ -126,19 +126,19 @@ class MXFP4(_FP4):
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Packed bytes with bytes as scales."""
+        """Whether `weight_packed` and `weight_scale` both hold bytes."""
         is_packed = "weight_packed" in parts and parts["weight_packed"].dtype == "U8"
         return is_packed and "weight_scale" in parts and parts["weight_scale"].dtype == "U8"
 
     def check_values(self) -> None:
-        """Exponents whose products are normal numbers."""
+        """Raise ValueError for an exponent whose products with codes are not all normal numbers."""
         stored = self.whole("weight_scale")
         wrong = stored[(stored < _LEAST) | (stored > _MOST)]
         rule = f"lie in {_LEAST} to {_MOST}"
         check(not len(wrong), self.parts["weight_scale"].name, rule, wrong[:1].tolist(), AGAIN)
 
     def scales(self, rows: slice, groups: slice, device: torch.device) -> torch.Tensor:
-        """Powers of two."""
+        """The float32 scales, powers of two."""
         stored = self.part("weight_scale", rows, groups, device=device)
-        # The bias is float32's own: the byte is the exponent's bits.
+        # The bias is float32's, so the byte holds the bits of a float32 exponent.
         return (stored.int() << _MANTISSA_BITS).view(torch.float32)

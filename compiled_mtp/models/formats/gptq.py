@@ -41,7 +41,7 @@ class GPTQ(IntegerWeight):
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whatever has a `qweight` and is not AWQ."""
+        """Whether a `qweight` is stored; `catalogue.FORMATS` tries AWQ before."""
         return "qweight" in parts
 
     @property
@@ -51,7 +51,10 @@ class GPTQ(IntegerWeight):
         return f"GPTQ int{self.bits} (version {version}), groups of {self.group}"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
-        """N from the scales, the bits from the zero points of as many rows, K from the words."""
+        """Return N and K, and set the bits, the group size and the zero offset.
+
+        N follows from the scales, the bits from the words of zero points for N rows, K from the words.
+        """
         (words, rows), (groups, scale_rows) = self.check_matrix("qweight"), self.check_matrix("scales")
         zero_groups, zero_words = self.check_matrix("qzeros")
         is_packed = self.parts["qweight"].dtype == "I32" and rows == scale_rows and zero_groups == groups
@@ -68,8 +71,11 @@ class GPTQ(IntegerWeight):
         return rows, columns
 
     def _find_offset(self, claims: Claims) -> None:
-        """Settle what is added to a stored zero point: what config.json says, else what the word of a
-        symmetric weight tells, else 1."""
+        """Set zero_offset, the number added to a stored zero point, and only_zero.
+
+        The offset is config.json's if given. Else the first word of zero points decides: in a symmetric
+        weight without an offset it holds the middle code; otherwise the offset is 1.
+        """
         middle = 1 << (self.bits - 1)
         said = claims.zero_offset
         first = slice(0, 1)
@@ -77,12 +83,13 @@ class GPTQ(IntegerWeight):
             codes = unpack_columns(self.part("qzeros", first, first), self.bits)
             said = 0 if bool((codes == middle).all()) else 1
         self.zero_offset = 1 if said is None else said
-        # What all zero points must be where the weight is symmetric; None where it need not be.
+        # The value of all stored zero points if the weight must be symmetric, else None.
         is_told = claims.is_symmetric or (claims.zero_offset is None and self.zero_offset == 0)
         self.only_zero = middle - self.zero_offset if is_told else None
 
     def check_values(self) -> None:
-        """Columns in order, finite scales, zero points of a symmetric weight alike."""
+        """Raise ValueError unless columns are in order, scales are finite, and a symmetric weight's zero
+        points are all equal."""
         if "g_idx" in self.parts:
             self.check_group_indices("g_idx", self.group)
         self.check_finite("scales")
@@ -96,9 +103,9 @@ class GPTQ(IntegerWeight):
     def codes(
         self, rows: slice, columns: slice, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
-        """Codes, zero points and scales."""
+        """The codes, zero points and scales."""
         per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
-        # Words are transposed, not the codes: eight times fewer.
+        # Transpose the words before unpacking: they are fewer than the codes.
         words = self.part("qweight", covering(columns, per_word), rows, device=device).T.contiguous()
         codes = unpack_columns(words, self.bits)[:, within(columns, per_word)]
         zero_words = self.part("qzeros", groups, covering(rows, per_word), device=device)

@@ -1,4 +1,4 @@
-"""A linear of integer codes with a scale and a zero point for each group of columns of a row."""
+"""A linear of integer codes, with a scale and a zero point per group of columns of a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 class IntegerWeight(PackedWeight):
     """W = (q - z) * s.
 
-    bits: of a code. group: columns that share s and z. scales: what the name of the scales' tensor ends in.
+    bits: of a code. group: columns that share s and z. scales: the last part of the scales' tensor's name.
     """
 
     bits: int
@@ -35,7 +35,7 @@ class IntegerWeight(PackedWeight):
         """The codes [n, k] of these rows and columns, and the zero points and scales [n, groups] of their
         groups.
 
-        Zero points that are all alike are one number.
+        If all zero points are equal, they may be one number.
         """
 
     def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """compressed-tensors' pack-quantized: integers of 4 or 8 bits, packed along the columns of each row.
 
 `weight_packed` [N, ceil(K * bits / 32)], `weight_scale` [N, K / g] or [N, 1], `weight_shape` [2]; asymmetric
-ones also have `weight_zero_point` [ceil(N * bits / 32), K / g], packed along N. Codes and zero points are
-stored plus half of their range. W = (q - z) * scale. Source: compressed-tensors.
+weights also have `weight_zero_point` [ceil(N * bits / 32), K / g], packed along N. Half of the range is added
+to codes and zero points before they are stored. W = (q - z) * scale. Source: compressed-tensors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PackQuantized(IntegerWeight):
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Words, not bytes."""
+        """Whether `weight_packed` is stored and does not hold bytes."""
         return "weight_packed" in parts and parts["weight_packed"].dtype != "U8"
 
     @property
@@ -53,7 +53,7 @@ class PackQuantized(IntegerWeight):
         return f"pack-quantized {kind}int{self.bits}, groups of {self.group}"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
-        """As `weight_shape` says, which the words and scales must fit."""
+        """Return N and K of `weight_shape`. Raises ValueError for words or scales that do not fit them."""
         self.check_shape("weight_shape", 2)
         stored_rows, words = self.check_matrix("weight_packed")
         rows, columns = self.whole("weight_shape").tolist()
@@ -73,7 +73,7 @@ class PackQuantized(IntegerWeight):
         return rows, columns
 
     def check_values(self) -> None:
-        """Columns in order, finite scales."""
+        """Raise ValueError unless columns are in order and scales are finite."""
         if "weight_g_idx" in self.parts:
             self.check_group_indices("weight_g_idx", self.group)
         self.check_finite("weight_scale")
@@ -81,13 +81,13 @@ class PackQuantized(IntegerWeight):
     def codes(
         self, rows: slice, columns: slice, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
-        """Codes, zero points and scales."""
+        """The codes, zero points and scales."""
         per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
         words = self.part("weight_packed", rows, covering(columns, per_word), device=device)
         codes = unpack_columns(words, self.bits)[:, within(columns, per_word)]
         zeros: torch.Tensor | int = 1 << (self.bits - 1)
         if "weight_zero_point" in self.parts:
-            # Both were stored plus the same.
+            # The same number was added to codes and zero points, so it cancels out.
             packed = self.part("weight_zero_point", covering(rows, per_word), groups, device=device)
             zeros = unpack_rows(packed, self.bits)[within(rows, per_word)]
         scales = self.part("weight_scale", rows, groups, device=device)

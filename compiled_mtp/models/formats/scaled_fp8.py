@@ -1,8 +1,8 @@
-"""FP8 with a factor for each row or one for the tensor: compressed-tensors' float-quantized, modelopt's FP8.
+"""FP8 with a factor per row or per tensor: compressed-tensors' float-quantized, modelopt's FP8.
 
 `weight` [N, K] e4m3, `weight_scale` [N, 1] or [1]. W = weight * weight_scale. The static scale of activations
-(`input_scale`) is not read: rows are multiplied as they are. FP8 in blocks of 128 by 128 is a format of its
-own, which operators read (`weight_format.FP8`).
+(`input_scale`) is not read: products take plain rows. FP8 in blocks of 128 by 128 is another format, which
+operators read without multiplying it out (`weight_format.FP8`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from compiled_mtp.models.headers import Header
 
 
 class ScaledFP8(PackedWeight):
-    """A linear in FP8 with a factor a row or a tensor."""
+    """A linear in FP8 with a factor per row or per tensor."""
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("F8_E4M3",), "weight_scale": FLOATS}
     unread = ("input_scale",)
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """FP8 values with `weight_scale` beside them."""
+        """Whether `weight` is FP8 and `weight_scale` is stored."""
         return "weight" in parts and parts["weight"].dtype == "F8_E4M3" and "weight_scale" in parts
 
     @property
@@ -36,7 +36,7 @@ class ScaledFP8(PackedWeight):
         return f"FP8, a scale a {'row' if self.has_row_scales else 'tensor'}"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
-        """That of the values; the scales must be one, or one a row."""
+        """Return N and K of the values. Raises ValueError unless there is one scale, or one per row."""
         rows, columns = self.check_matrix("weight")
         scale = self.parts["weight_scale"]
         self.has_row_scales = scale.shape in ((rows,), (rows, 1)) and rows > 1
@@ -46,7 +46,7 @@ class ScaledFP8(PackedWeight):
         return rows, columns
 
     def check_values(self) -> None:
-        """Finite scales."""
+        """Raise ValueError unless the scales are finite."""
         self.check_finite("weight_scale")
 
     def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""A quantised linear: which stored tensors it is made of, and how the values of a region follow from them.
+"""A quantised linear: the stored tensors that hold it, and how the values of a region follow from them.
 
-A format is a `PackedWeight` in a module of its own, named in `catalogue.FORMATS`.
+Every format is a subclass of `PackedWeight` in its own module, listed in `catalogue.FORMATS`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ AGAIN = "download the checkpoint again, or use another release of the model"
 class PackedWeight(ABC):
     """The weight [N, K] of a linear whose values follow from several stored tensors.
 
-    required, optional: the endings of the names of these tensors, the first one's saying that the linear is
-    quantised, with the dtypes that each may have. unread: endings of what no value depends on.
+    required, optional: the last parts of these tensors' names, each with the dtypes that it may have; the
+    first tensor marks the linear as quantised. unread: last parts of names of tensors that change no value.
     Raises ValueError, from names, shapes and dtypes alone, for tensors that do not belong together.
     """
 
@@ -50,7 +50,7 @@ class PackedWeight(ABC):
     @classmethod
     @abstractmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether a linear that these tensors are stored of, by their endings, is stored in this format."""
+        """Whether a linear with these stored tensors, by the last parts of their names, has this format."""
 
     @property
     @abstractmethod
@@ -59,7 +59,7 @@ class PackedWeight(ABC):
 
     @abstractmethod
     def measure(self, claims: Claims) -> tuple[int, int]:
-        """N and K, from the stored shapes. Raises ValueError for such as do not fit each other."""
+        """Return N and K from the stored shapes. Raises ValueError for shapes that do not fit each other."""
 
     @abstractmethod
     def decode(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
@@ -70,7 +70,7 @@ class PackedWeight(ABC):
         """Raise ValueError for stored numbers that the format does not allow."""
 
     def read(self, region: Region, device: torch.device | None = None) -> torch.Tensor:
-        """The float32 values of a region, for which only what it needs of the tensors is read."""
+        """The float32 values of a region; reads only the regions of the tensors that it needs."""
         rows, columns = region
         return self.decode(rows, columns, device or torch.device("cpu"))
 
@@ -89,14 +89,14 @@ class PackedWeight(ABC):
         check(part.shape == shape, part.name, f"have the shape {list(shape)}", list(part.shape), AGAIN)
 
     def check_matrix(self, suffix: str) -> tuple[int, int]:
-        """The shape of a tensor of two dimensions. Raises ValueError for another."""
+        """The shape of a tensor, which must have two dimensions and no size of 0; else raises ValueError."""
         part = self.parts[suffix]
         is_matrix = len(part.shape) == 2 and 0 not in part.shape
         check(is_matrix, part.name, "have two dimensions", list(part.shape), AGAIN)
         return part.shape[0], part.shape[1]
 
     def check_finite(self, suffix: str, *, is_positive: bool = False) -> None:
-        """Raise ValueError for a scale that is NaN or infinite, or is_positive and is not above zero."""
+        """Raise ValueError for a scale that is NaN or infinite, or with is_positive not above zero."""
         values = self.whole(suffix).float()
         name = self.parts[suffix].name
         check(bool(values.isfinite().all()), name, "be finite", "NaN or infinity", AGAIN)
@@ -104,9 +104,11 @@ class PackedWeight(ABC):
             check(bool((values > 0).all()), name, "be positive", values.min().item(), AGAIN)
 
     def find_group(self, suffix: str, columns: int, groups: int, claims: Claims) -> int:
-        """How many columns share a scale, of `columns` with so many `groups` in the tensor `suffix`.
+        """The number of columns that share a scale; the tensor `suffix` has `groups` groups of `columns`
+        columns.
 
-        config.json says the size, if anything does, and the stored shape must agree.
+        The size is config.json's if given, else follows from the stored shape. Raises ValueError if the two
+        disagree.
         """
         sizes = {columns // groups} if columns % groups == 0 else set()
         rule = f"hold the groups of {columns} columns"
@@ -118,9 +120,9 @@ class PackedWeight(ABC):
         return sizes.pop()
 
     def check_group_indices(self, suffix: str, group: int) -> None:
-        """Raise ValueError for columns that are in other groups than their places say."""
+        """Raise ValueError unless column k is in group k // group."""
         stored = self.whole(suffix).long()
-        # Activation order: a column's group is of its importance.
+        # With activation order a column's group follows from its importance instead.
         is_in_order = torch.equal(stored, torch.arange(self.shape[1]) // group)
         remedy = "groups in another order (act-order, desc_act) are not supported"
         rule = f"put column k into group k // {group}"

@@ -13,7 +13,7 @@ from compiled_mtp.models.weight_format import NO_FORMATS
 from compiled_mtp.ops import packed_weight
 from compiled_mtp.ops.packed_weight import find_packed
 from tests import tiny
-from tests.communicators.threads import ThreadCommunicator, exchanges
+from tests.communicators.threads import ThreadCommunicator, thread_communicators
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def test_ranks_pack_the_same_weights_alike(monkeypatch: pytest.MonkeyPatch) -> N
     least = whole["layers.0.ffn.down.weight"].numel()
     monkeypatch.setattr(packed_weight, "LEAST_ELEMENTS", least)
     with ThreadPoolExecutor(2) as threads:
-        models = list(threads.map(packed_model, exchanges(2)))
+        models = list(threads.map(packed_model, thread_communicators(2)))
     found = []
     for model in models:
         weights = dict(model.named_parameters()) | {"head": model.head_weight}

@@ -1,4 +1,4 @@
-"""The experts' two products apart: pieces of either give the bits of the whole, as ranks have them."""
+"""The experts' two products apart: weight shards of either give the bits of the whole, as on ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from compiled_mtp.ops.moe_experts import (
     moe_sums_w8a8,
 )
 from tests.ops.harness import check_compiles, check_equal, poisoned_allocations
-from tests.ops.test_moe_experts import experts_case, pieces_of, w8a8_case
+from tests.ops.test_moe_experts import experts_case, shards_of, w8a8_case
 
 
-def in_halves(case: tuple[Any, ...], pieces: int, entry: str) -> torch.Tensor:
-    """What `pieces` ranks make of moe_experts' arguments; `entry`: "__call__" or "launch"."""
+def two_products(case: tuple[Any, ...], shards: int, entry: str) -> torch.Tensor:
+    """Return the result of `shards` ranks for moe_experts' arguments; `entry`: "__call__" or "launch"."""
     x, weights, ids, gate_up, down = case
-    stacks = [stack for stack, _ in pieces_of(gate_up, down, pieces)]
+    stacks = [stack for stack, _ in shards_of(gate_up, down, shards)]
     hidden = torch.cat([getattr(moe_hidden, entry)(x, ids, stack) for stack in stacks], 1)
-    rows = [rows.contiguous() for rows in down.chunk(pieces, 1)]
+    rows = [rows.contiguous() for rows in down.chunk(shards, 1)]
     return torch.cat([getattr(moe_sums, entry)(hidden, weights, ids, own) for own in rows], 1)
 
 
-def in_w8a8_halves(case: tuple[Any, ...], pieces: int, entry: str) -> torch.Tensor:
+def two_w8a8_products(case: tuple[Any, ...], shards: int, entry: str) -> torch.Tensor:
     x, x_scale, weights, ids, gate_up, down, gate_up_scale, down_scale, is_float32 = case
     hidden, factors = [], []
-    for rank in range(pieces):
+    for rank in range(shards):
         own, scale = (
-            torch.cat([half.chunk(pieces, 1)[rank] for half in both.chunk(2, 1)], 1).contiguous()
+            torch.cat([half.chunk(shards, 1)[rank] for half in both.chunk(2, 1)], 1).contiguous()
             for both in (gate_up, gate_up_scale)
         )
         made = getattr(moe_hidden_w8a8, entry)(x, x_scale, ids, own, scale, is_float32)
@@ -41,7 +41,7 @@ def in_w8a8_halves(case: tuple[Any, ...], pieces: int, entry: str) -> torch.Tens
         factors.append(made[1])
     whole = (torch.cat(hidden, 1).view(x.dtype), torch.cat(factors, 1))
     stacks = [
-        [part.chunk(pieces, 1)[rank].contiguous() for part in (down, down_scale)] for rank in range(pieces)
+        [part.chunk(shards, 1)[rank].contiguous() for part in (down, down_scale)] for rank in range(shards)
     ]
     return torch.cat(
         [getattr(moe_sums_w8a8, entry)(*whole, weights, ids, *own, is_float32) for own in stacks], 1
@@ -50,38 +50,38 @@ def in_w8a8_halves(case: tuple[Any, ...], pieces: int, entry: str) -> torch.Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_pieces_have_the_bits_of_the_whole_on_a_cpu(dtype: torch.dtype, rows: int) -> None:
+def test_shards_have_the_bits_of_the_whole_on_a_cpu(dtype: torch.dtype, rows: int) -> None:
     case = experts_case(rows, 6, 3, 96, 64, dtype)
     whole = moe_experts(*case, prefill=True)
-    for pieces in (1, 2, 4):
-        assert torch.equal(in_halves(case, pieces, "__call__"), whole), pieces
+    for shards in (1, 2, 4):
+        assert torch.equal(two_products(case, shards, "__call__"), whole), shards
 
 
 @pytest.mark.parametrize("is_float32", [True, False])
-def test_quantised_pieces_have_the_bits_of_the_whole_on_a_cpu(is_float32: bool) -> None:
+def test_quantised_shards_have_the_bits_of_the_whole_on_a_cpu(is_float32: bool) -> None:
     case = (*w8a8_case(5, 4, 2, 256, 256), is_float32)
     whole = moe_experts_w8a8(*case)
-    for pieces in (1, 2):
-        assert torch.equal(in_w8a8_halves(case, pieces, "__call__"), whole), pieces
+    for shards in (1, 2):
+        assert torch.equal(two_w8a8_products(case, shards, "__call__"), whole), shards
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_have_the_bits_of_the_whole_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
-    """A prompt's: no shares. Pieces are as wide as a tile."""
+def test_shards_have_the_bits_of_the_whole_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
+    """A prompt's products, without K splits; a shard is as wide as a tile."""
     case = experts_case(5, 3, 2, 256, 128, dtype)
     with poisoned_allocations():
         whole = moe_experts.launch(*case, prefill=True)
-        halves = in_halves(case, 2, "launch")
-    assert torch.equal(halves, whole)
+        apart = two_products(case, 2, "launch")
+    assert torch.equal(apart, whole)
 
 
 @pytest.mark.parametrize("rows, experts, top_k", [(3, 3, 2), (20, 1, 1)])
-def test_quantised_pieces_have_the_bits_of_the_whole_in_interpreter(
+def test_quantised_shards_have_the_bits_of_the_whole_in_interpreter(
     interpreter: None, rows: int, experts: int, top_k: int
 ) -> None:
     case = (*w8a8_case(rows, experts, top_k, 256, 256), False)
     with poisoned_allocations():
-        assert torch.equal(in_w8a8_halves(case, 2, "launch"), moe_experts_w8a8.launch(*case))
+        assert torch.equal(two_w8a8_products(case, 2, "launch"), moe_experts_w8a8.launch(*case))
 
 
 def test_the_cpu_computes_the_specifications() -> None:
@@ -94,7 +94,7 @@ def test_the_cpu_computes_the_specifications() -> None:
     first = (x8, x_scale, ids, gate_up, scales[0], True)
     wanted, got = moe_hidden_w8a8.reference(*first), moe_hidden_w8a8(*first)
     assert wanted[0].shape == got[0].shape == (36, 128)
-    # Sums in another order move a value to the next of e4m3 now and then.
+    # Sums in another order sometimes move a value to the next e4m3 value.
     torch.testing.assert_close(got[0].float() * got[1], wanted[0].float() * wanted[1], rtol=0.13, atol=1e-3)
     second = (*got, weights, ids, down, scales[1], True)
     check_equal(moe_sums_w8a8, moe_sums_w8a8.reference, second, rtol=1e-4, atol=1e-4)

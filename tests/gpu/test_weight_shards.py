@@ -1,4 +1,4 @@
-"""On one GPU: what each of several ranks would compute has the bits of the whole."""
+"""On one GPU: the results of each of several ranks have the bits of the whole."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.rank_cases import check_attention_heads, check_gdn_prefill_heads
-from tests.ops.test_moe_experts import pieces_of, routing
-from tests.ops.test_moe_halves import in_halves, in_w8a8_halves
+from tests.ops.test_moe_experts import routing, shards_of
+from tests.ops.test_moe_products import two_products, two_w8a8_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BF16 = torch.bfloat16
@@ -28,12 +28,12 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def stack_of(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 experts, and their factors."""
+    """Return FP8 experts and their scales."""
     pairs = [quantize_weight(random(rows, columns, scale=columns**-0.5)) for _ in range(experts)]
     return torch.stack([value for value, _ in pairs]), torch.stack([scale for _, scale in pairs])
 
 
-# (2, 2) ranks' KV heads replicated, and 35B-A3B's.
+# KV heads replicated on (2, 2) ranks, and 35B-A3B's.
 @pytest.mark.parametrize("heads", [(4, 1, 256), (16, 2, 256), (24, 4, 256)])
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_attention_of_some_heads(heads: tuple[int, int, int], window: int) -> None:
@@ -41,7 +41,7 @@ def test_attention_of_some_heads(heads: tuple[int, int, int], window: int) -> No
         check_attention_heads(paged_attention, heads, BF16, "cuda", window=window, world=world)
 
 
-# The last: one GPU has blocks of 32 value columns, a rank of 16.
+# The last: one GPU has blocks of 32 value columns, a rank has blocks of 16.
 @pytest.mark.parametrize("heads", [(1, 4, 128), (16, 48, 128), (16, 32, 128)])
 def test_gdn_prefill_of_some_heads(heads: tuple[int, int, int]) -> None:
     for world in (2, 4):
@@ -52,7 +52,7 @@ def test_gdn_prefill_of_some_heads(heads: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(("n", "k"), [(256, 1024), (256, 512), (5120, 17408), (2048, 4096)])
 @pytest.mark.parametrize("kind", ["bf16", "w8a16", "w8a8"])
 def test_products_of_some_columns(kind: str, n: int, k: int, rows: int) -> None:
-    """Parts of a round, and a prompt's rows of the weight."""
+    """Split-K partials of a round, and a prompt's rows of the weight."""
     x, weight = random(rows, k), random(n, k, scale=k**-0.5)
     values, scale = (weight, None) if kind == "bf16" else quantize_weight(weight)
     quantised = quantize_rows(x)
@@ -90,17 +90,17 @@ def test_products_of_some_columns(kind: str, n: int, k: int, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 300])
 @pytest.mark.parametrize(("width", "inner"), [(256, 512), (2048, 512)])
-def test_experts_in_pieces(width: int, inner: int, rows: int) -> None:
+def test_shards_of_experts(width: int, inner: int, rows: int) -> None:
     weights, ids = (tensor.cuda() for tensor in routing(rows, 8, 4))
     x = random(rows, width)
     stacks: tuple[Any, ...] = (random(9, 2 * inner, width, scale=width**-0.5),)
     stacks += (random(9, width, inner, scale=inner**-0.5),)
     whole = moe_experts(x, weights, ids, *stacks)
     for world in (2, 4):
-        parts = [moe_experts(x, weights, ids, *own, whole_width=inner) for own in pieces_of(*stacks, world)]
+        parts = [moe_experts(x, weights, ids, *own, whole_width=inner) for own in shards_of(*stacks, world)]
         assert torch.equal(add_tree(parts).to(BF16), whole), world
     case = (x, weights, ids, *stacks)
-    assert torch.equal(in_halves(case, 2, "__call__"), moe_experts(*case, prefill=True))
+    assert torch.equal(two_products(case, 2, "__call__"), moe_experts(*case, prefill=True))
     (gate_up, gate_up_scale), (down, down_scale) = stack_of(9, 2 * inner, width), stack_of(9, width, inner)
     quantised = (*quantize_rows(x), weights, ids, gate_up, down, gate_up_scale, down_scale, False)
-    assert torch.equal(in_w8a8_halves(quantised, 2, "__call__"), moe_experts_w8a8(*quantised))
+    assert torch.equal(two_w8a8_products(quantised, 2, "__call__"), moe_experts_w8a8(*quantised))
