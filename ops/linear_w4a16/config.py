@@ -53,10 +53,10 @@ class FewRowsTile:
 
 
 def few_rows_tile(rows: int, n: int, split: int, gated: bool) -> FewRowsTile:
-    """The tile for up to 16 rows of a weight of `n` rows, whose K `split` programs sum: measured on an H100 at
-    27B's sizes with 1 to 16 rows.
+    """The tile for up to 16 rows of a weight of `n` rows, whose K `split` programs sum.
 
-    A gated tile has two blocks per warp, one of the gate and one of up.
+    Measured on an H100 at 27B's sizes with 1 to 16 rows. A gated tile has two blocks per warp, one of the
+    gate and one of up.
     """
     if gated or -(-n // 64) * split >= 4 * MIN_PROGRAMS:
         return FewRowsTile(64, 2, 2, 3) if rows <= 8 else FewRowsTile(64, 2, 1, 4)

@@ -85,14 +85,14 @@ def load_groups(group_at, n, first, last, COUNT: gl.constexpr):
 
 @gluon.jit
 def copy_words(to, words_at, first, end, layout: gl.constexpr):
-    """Copy units of the tile's weight rows from unit `first` on, as many as `to` holds; zeros from `end` on."""
+    """Copy as many units of the tile's weight rows as `to` holds, from `first` on; zeros from `end` on."""
     word = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
     async_load(to, words_at + first * 512, mask=(word < (end - first) * 32)[None, :])
 
 
 @gluon.jit
 def copy_rows(to, x_at, is_row, first, end, layout: gl.constexpr):
-    """Copy units of the rows from unit `first` on, as many as `to` holds; zeros from `end` on."""
+    """Copy as many units of the rows as `to` holds, from `first` on; zeros from `end` on."""
     column = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
     async_load(to, x_at + first * 128, mask=is_row[:, None] & (column < (end - first) * 128)[None, :])
     async_copy.commit_group()
@@ -178,14 +178,14 @@ def copy_layout(columns, num_warps):
 # Triton would compile other kernels for a value of 1 and for multiples of 16.
 @gluon.jit(do_not_specialize=["rows", "n", "units"])
 def w4a16_few_rows_kernel(
-    x, weight, groups, out, rows, n, x_stride, weight_stride, units,
+    x, weight, weight_scale, out, rows, n, x_stride, weight_stride, units,
     BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
     PER_UNIT: gl.constexpr, IS_BF16: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """All rows by a tile of BN weight rows, over one K split of `units` units.
 
-    groups: the groups' words of 32 bits. EVEN: `units` is a multiple of CHUNK. GATED: the tile's upper half
-    are rows of the gate, its lower half those of up.
+    weight_scale: the groups' words of 32 bits. EVEN: `units` is a multiple of CHUNK. GATED: the tile's upper
+    half are rows of the gate, its lower half those of up.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -204,7 +204,7 @@ def w4a16_few_rows_kernel(
     words_at += (word // 32 * 512 + word % 32)[None, :]
     for chunk in gl.static_range(STAGES - 1):
         copy_words(words.index(chunk), words_at, first + chunk * CHUNK, end, words_layout)
-    group_at = groups + weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
+    group_at = weight_scale + weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
     own = load_groups(group_at, n, first * PER_UNIT, end * PER_UNIT - 1, CHUNK * PER_UNIT)
     if PDL:
         gdc_wait()
@@ -230,16 +230,16 @@ def w4a16_few_rows_kernel(
     else:
         width = n
         to_column = tile * BN + in_tile
-    to = out + (partial.to(gl.int64) * rows + to_row.to(gl.int64))[None, :] * width + to_column[:, None]
+    at = (partial.to(gl.int64) * rows + to_row)[None, :] * width + to_column[:, None]
     is_stored = (to_row < rows)[None, :] & (to_column < width)[:, None]
     if GATED:
         # Rounded as silu_mul does it on the rounded sums.
         gate, up = halves_of(total.to(dtype).to(gl.float32))
         total = gate / (1.0 + gl.exp(-gate)) * up
-        to, _ = halves_of(to)
+        at, _ = halves_of(at)
         is_stored, _ = halves_of(is_stored.to(gl.int8))
         is_stored = is_stored != 0
-    gl.store(to, total.to(dtype), mask=is_stored)
+    gl.store(out + at, total.to(dtype), mask=is_stored)
 
 
 @gluon.jit

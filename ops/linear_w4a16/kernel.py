@@ -389,8 +389,9 @@ def launch_product(
     gated: bool = False,
 ) -> torch.Tensor:
     """[split, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
-    if x.is_cuda and x.shape[0] <= NARROW_ROWS and split == k_splits:
-        tile = few_rows_tile(x.shape[0], weight.shape[0], split, gated)
+    n = weight.shape[0]
+    if x.is_cuda and x.shape[0] <= NARROW_ROWS and split == k_splits and not (gated and n % 32):
+        tile = few_rows_tile(x.shape[0], n, split, gated)
         return launch_few_rows(tile, x, weight, weight_scale, k_splits, dtype, gated)
     device = device_of(x.device.index)
     config = configuration(x.shape[0], weight.shape[0], split, device.shared_bytes)
