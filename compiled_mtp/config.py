@@ -261,10 +261,11 @@ class EngineConfig(BaseSettings):
         "list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
         json_schema_extra=NOT_TRACED,
     )
-    draft_head_dtype: Literal["auto", "float8_e4m3fn"] = Field(
+    draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
         default="auto",
-        description="of the rows of the head that drafts read: the weights' dtype, or FP8 in blocks of 128, "
-        "which is a copy of its own",
+        description="of what drafts alone read, the MTP layer's linears and a copy of the head's rows: "
+        "weights for what is stored, float8_e4m3fn for FP8 in blocks of 128; no token depends on it; auto "
+        "for FP8 where a GPU converts it and the model is bfloat16",
         json_schema_extra=NOT_TRACED,
     )
     seed: int | None = Field(
