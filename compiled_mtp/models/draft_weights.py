@@ -6,7 +6,7 @@ A draft decides no token, so rounding and missing ids may cost acceptance and ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -140,19 +140,21 @@ def plan_drafts(
     32nd of the GPU's memory, free or not, so that every start decides alike. A head that is stored in fewer
     bits than bfloat16 is read as it is. Raises ValueError for FP8 on a GPU that cannot convert it.
     """
-    is_read = FP8.is_read_on(device)
-    remedy = "its kernels need compute capability 8.9, pass auto"
-    can_have = asked != "float8_e4m3fn" or is_read or device.type == "cpu"
-    check(can_have, "draft_dtype", "be auto or weights on this GPU", asked, remedy)
-    is_chosen = asked == "auto" and is_read and dtype == torch.bfloat16
-    if asked != "float8_e4m3fn" and not is_chosen:
+    if asked == "weights" or (asked == "auto" and dtype != torch.bfloat16):
         return DraftPlan(ids)
-    is_plain = not formats.get(_head(model), PLAIN).has_factors
-    plan = DraftPlan(ids, is_plain, has_fp8_linears=True, is_multiplied_out=not is_read)
-    if is_chosen and is_plain and ids is None:
+    is_read = FP8.is_read_on(device)
+    if asked == "auto" and not is_read:
+        return DraftPlan(ids)
+    remedy = "its kernels need compute capability 8.9, pass auto"
+    can_have = is_read or device.type == "cpu"
+    check(can_have, "draft_dtype", "be auto or weights on this GPU", asked, remedy)
+    has_head = not formats.get(_head(model), PLAIN).has_factors
+    plan = DraftPlan(ids, has_head, has_fp8_linears=True, is_multiplied_out=not is_read)
+    # Without FP8 the rows of draft_vocab are a copy too, twice as large.
+    if asked == "auto" and has_head and ids is None:
         most = torch.cuda.get_device_properties(device).total_memory * _HEAD_SHARE
-        fits = plan.head_bytes(model.vocab_size // world, model.hidden_size, dtype.itemsize) <= most
-        return DraftPlan(ids, fits, has_fp8_linears=True)
+        size = plan.head_bytes(model.vocab_size // world, model.hidden_size, dtype.itemsize)
+        return replace(plan, has_fp8_head=size <= most)
     return plan
 
 

@@ -501,6 +501,7 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
 
 
 @pytest.mark.parametrize(
