@@ -6,7 +6,8 @@
 
 Random weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line per row:
 milliseconds per step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
-step must read and write, over the read bandwidth measured in the same run), their ratio, host microseconds
+step must read and write, over the read bandwidth measured in the same run), the floor with drafts in the
+weights' own dtype (`--draft-dtype weights` has no other), the ratio to the first, host microseconds
 per step (median, least and most: another process on the cores shows in it), the share of the step in which
 the GPU idles, kernels per step, tokens per second, and milliseconds per token of one request. A shape whose
 decode rows are not bit-equal between the timed buckets gets no row.
@@ -70,25 +71,36 @@ SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
 Row = Mapping[str, Any]
 
 
-def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
-    """Bytes that one step must read and write, by item; the model's shape decides, not the implementation."""
-    config, step, mtp_step = runner.spec.model, runner.step, runner.step.mtp_step
-    rows = batch * (mtp_step + 1)
+def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: bool = True) -> dict[str, float]:
+    """Bytes that one step must read and write, by item; the model's shape decides, not the implementation.
+
+    has_own_drafts: drafts read what `draft_dtype` made of their weights; else those in the dtype of the rest.
+    """
+    spec, step, mtp_step = runner.spec, runner.step, runner.step.mtp_step
+    config, rows = spec.model, batch * (mtp_step + 1)
     embedding = step.target.embed.weight
-    head = step.target.head_weight.nbytes
+    head = step.target.head_weight
+    # Of drafts' own weights, the names of those that are FP8 now.
+    rounded = spec.drafts.formats(config, spec.weight_formats).keys() - spec.weight_formats.keys()
+
+    def read_bytes(name: str, parameter: torch.Tensor) -> int:
+        if has_own_drafts or name.removesuffix("_scale") not in rounded:
+            return parameter.nbytes
+        return 0 if name.endswith("_scale") else parameter.numel() * spec.dtype.itemsize
 
     def expert_share(tokens: int) -> float:
         """Distinct experts of independently routed tokens, over all experts."""
         return 1 - (1 - config.num_experts_per_tok / config.num_experts) ** tokens
 
-    def layer_bytes(module: torch.nn.Module, tokens: int) -> float:
+    def layer_bytes(module: torch.nn.Module, tokens: int, prefix: str = "") -> float:
         total = 0.0
         for name, parameter in module.named_parameters():
+            count = read_bytes(prefix + name, parameter)
             if config.num_experts and ".ffn." in f".{name}" and parameter.dim() == 3:
-                one = parameter.nbytes / parameter.shape[0]
+                one = count / parameter.shape[0]
                 total += one + one * config.num_experts * expert_share(tokens)
             else:
-                total += parameter.nbytes
+                total += count
         return total
 
     state = sum(b[0].nbytes for name, b in step.state_cache.named_buffers() if name.endswith("state"))
@@ -96,17 +108,20 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     block = kv[0].nbytes / step.kv_cache.block_size
     items = {
         "target_layers": sum(layer_bytes(layer, rows) for layer in step.target.layers),
-        "target_head": float(head),
+        "target_head": float(head.nbytes),
         "gdn_state": 2.0 * state * batch,
         "target_kv": block * context * batch * config.num_attention_layers,
         "embedding": float(rows * embedding[0].nbytes),
     }
     if step.draft is not None:
-        chain = (mtp_step - 1) * layer_bytes(step.draft, batch)
-        items["draft_layers"] = layer_bytes(step.draft, rows) + chain
-        own = (step.draft_head, step.draft_head_scale)
-        rows_read = sum(part.nbytes for part in own if part is not None) or head
-        items["draft_heads"] = float(rows_read * mtp_step)
+        chain = (mtp_step - 1) * layer_bytes(step.draft, batch, "mtp.")
+        items["draft_layers"] = layer_bytes(step.draft, rows, "mtp.") + chain
+        own = [part for part in (step.draft_head, step.draft_head_scale) if part is not None]
+        if has_own_drafts and step.has_own_head(batch):
+            head_bytes = sum(part.nbytes for part in own)
+        else:
+            head_bytes = (spec.drafts.num_ids or len(head)) * head[0].nbytes
+        items["draft_heads"] = float(head_bytes * mtp_step)
         items["draft_kv"] = block * context * batch * mtp_step
     return items
 
@@ -240,10 +255,12 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
     gpu_ms = gpu_time_ms(loop)
     half = context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
     items = floor_bytes(runner, batch, half)
-    floor_ms = 1e3 * sum(items.values()) / bandwidth
+    plain = floor_bytes(runner, batch, half, has_own_drafts=False)
+    floor_ms, plain_ms = (1e3 * sum(each.values()) / bandwidth for each in (items, plain))
     return row | {
         "gpu_ms": round(gpu_ms, 3),
         "floor_ms": round(floor_ms, 3),
+        "floor_weights_ms": round(plain_ms, 3),
         "ratio": round(step_ms / floor_ms, 3),
         "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
         "bytes": {name: round(value) for name, value in items.items()},
@@ -415,7 +432,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
     )
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
-    parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
+    parser.add_argument(
+        "--draft-dtype", default="auto", help="of what drafts alone read: auto, weights or float8_e4m3fn"
+    )
     parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time N GPUs beside one")
     parser.add_argument("--exchange", default="auto", help="of several GPUs: auto, symmetric or nccl")
@@ -476,7 +495,7 @@ def config_of(
         # The rate of one draft is a property of the model: the same at every depth.
         synthetic_acceptance=rate_for(arguments.accept, 3),
         draft_vocab=arguments.draft_vocab,
-        draft_head_dtype=arguments.draft_head_dtype,
+        draft_dtype=arguments.draft_dtype,
         # Nothing here is prefilled twice: its memory is the blocks'.
         prefix_cache=False,
         tensor_parallel=ranks,
@@ -530,6 +549,7 @@ def time_ranks(
         "shape": arguments.shape,
         "weights": f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16",
         "recipe": arguments.fp8 or "bf16",
+        "draft_dtype": "float8_e4m3fn" if spec.drafts.has_fp8_linears else "weights",
         "ranks": ranks,
         "mtp_step": mtp_step,
         "graph_mode": str(runner.programs.graph_mode) if mode == "auto" else mode,
@@ -547,7 +567,8 @@ def time_ranks(
 
 def print_row(row: Row, saved: Sequence[Row]) -> None:
     """A row as text, the saved rows of its case, and both as JSON."""
-    floor = "floor {floor_ms:.3f}  ratio {ratio:.2f}  gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
+    floor = "floor {floor_ms:.3f} ({floor_weights_ms:.3f} with drafts in the weights' dtype)  "
+    floor += "ratio {ratio:.2f}  gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
     ranks = "GPUs {ranks}  communicator {communicator_ms:.3f}"
     print(
         "S={mtp_step} {graph_mode:15} B={batch:<3} step {step_ms:7.3f} ms  "

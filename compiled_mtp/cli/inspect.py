@@ -21,6 +21,8 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.catalogue import read_stored
+from compiled_mtp.models.draft_vocabulary import choose_draft_ids
+from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
@@ -110,7 +112,14 @@ def describe_run(
     formats = read_formats(model, path, device, recipe, dtype)
     with_mtp = bool(model.mtp_num_layers)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
-    needed = count_weights(model, weights, formats, dtype, with_mtp=with_mtp)
+    drafts = DraftPlan()
+    if with_mtp:
+        ids = choose_draft_ids(config.draft_vocab, model.vocab_size, model.eos_token_ids)
+        world, asked = config.tensor_parallel, config.draft_dtype
+        drafts = plan_drafts(asked, model, ids, formats, dtype=dtype, device=device, world=world)
+    head_bytes = drafts.head_bytes(model.vocab_size, model.hidden_size, dtype.itemsize)
+    in_memory = drafts.formats(model, formats)
+    needed = count_weights(model, weights, in_memory, dtype, with_mtp=with_mtp) + head_bytes
     kept = Counter("four bits" if form.group else "FP8" for form in formats.values() if form.has_factors)
     packed = multiplied_out(model, weights, formats)
     name = str(dtype).removeprefix("torch.")
@@ -120,6 +129,8 @@ def describe_run(
     if packed:
         before = sum(weight.num_bytes for weight in packed)
         yield f"multiplied  {len(packed)} weights of {_mib(before)}, while they are loaded"
+    if described := drafts.describe(head_bytes).removeprefix(", drafts "):
+        yield f"drafts      {described}"
     yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come beside them"
     check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free)
 

@@ -46,6 +46,19 @@ def test_fp8_and_no_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "runs        on cpu, in float32 (FP8 as w8a8, multiplied out)" in said
 
 
+def test_drafts_in_fp8_count_their_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, **SIZES | {"vocab_size": 8192})
+    plain = lines(capsys, directory)
+    assert not any(line.startswith("drafts") for line in plain)
+    monkeypatch.setenv("COMPILED_MTP_DRAFT_DTYPE", "float8_e4m3fn")
+    said = lines(capsys, directory)
+    assert "drafts      in FP8, multiplied out (the MTP layer and a head of 4.0 MiB)" in said
+    needed = [float(one[-1].split()[1]) for one in (said, plain)]
+    assert needed[0] - needed[1] == pytest.approx(4.0, abs=0.11)
+
+
 def test_a_refusal_is_one_line_after_the_known_facts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
