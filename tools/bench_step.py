@@ -15,11 +15,11 @@ decode rows are not bit-equal between the timed buckets gets no row.
 --tensor-parallel N times one GPU and then N of them: a row's `of_one` is its step over that of one GPU, and
 `communicator_ms` the time of a step on the first GPU in the communicator's kernels, waiting for peers
 included. A kernel that is launched early first waits for the one before it: only the time after that kernel's
-end counts. Rows of several GPUs have no floor: another rank cannot be told of the launches that measure it.
+end counts. Rows of several GPUs have no floor: the other ranks do not run the launches that measure it.
 
---beside FILE adds to each row what another engine, or another commit, took for it on such a GPU. The file
-holds one JSON object per line, as this tool prints them, with at least the fields of SAVED_FIELDS; lines that
-do not begin with "{" are passed over. Several rows of one case are several measurements: the table shows the
+--beside FILE adds to each row the time of another engine, or of another commit, on the same kind of GPU. The
+file holds one JSON object per line, as this tool prints them, with at least the fields of SAVED_FIELDS; lines
+that do not begin with "{" are ignored. Several rows of one case are several measurements: the table shows the
 least and the most.
 
 The engine prefills a context from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B: 131,072
@@ -64,7 +64,7 @@ from compiled_mtp.scheduler.limits import Limits
 
 WARM_UP_STEPS, TIMED_STEPS, TRACED_STEPS = 20, 80, 4
 COMMUNICATOR_KERNELS = ("gather_kernel", "sum_kernel")
-# Two rows with equal fields are of one case.
+# Two rows that agree in these fields measure the same case.
 CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
 
@@ -134,13 +134,13 @@ class Loop:
     scheduler: Scheduler
 
     def step(self) -> int:
-        """One step; the number of new tokens."""
+        """Run one step; return the number of new tokens."""
         self.scheduler.update(self.runner.run(self.scheduler.schedule()))
         return sum(len(output.new_token_ids) for output in self.scheduler.take_outputs())
 
 
 def start_loop(runner: Runner, batch: int, context: int) -> Loop:
-    """`batch` requests with `context` tokens each, prefilled."""
+    """Return a loop with `batch` prefilled requests of `context` tokens each."""
     spec, memory = runner.spec, runner.memory
     chunk = spec.prefill_chunk
     limits = Limits(
@@ -170,7 +170,7 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T in float32, of a weight as a module holds it."""
+    """Return x @ weight.T in float32 for a weight and scale as a module stores them."""
     if weight.dtype == torch.int16:
         assert scale is not None
         return linear_w4a16(x, weight, scale, True)
@@ -198,13 +198,13 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
 
 
 def end_loop(loop: Loop) -> None:
-    """Forget what still runs; the runner, and its ranks, stay."""
+    """Forget the requests that still run; the runner and its ranks stay."""
     loop.scheduler.forget_all()
     loop.runner.drop_launches()
 
 
 class Timed(NamedTuple):
-    """Steps by the clock: seconds of each, host microseconds of each, new tokens and seconds of all."""
+    """Times of steps: seconds and host microseconds of each step, new tokens and seconds of all."""
 
     step_s: list[float]
     host_us: list[float]
@@ -213,12 +213,12 @@ class Timed(NamedTuple):
 
 
 def time_steps(loop: Loop) -> Timed:
-    """TIMED_STEPS of a loop that has just started."""
+    """Time TIMED_STEPS steps of a loop that has just started."""
     runner = loop.runner
     for _ in range(WARM_UP_STEPS):
         loop.step()
     torch.cuda.synchronize()
-    # What is in flight has ended by now: its result would be a step's tokens in no time.
+    # The launch in flight has ended: take its result now, or it would count as a step without time.
     loop.step()
     runner.waited_s = 0.0
     times, host_times, tokens = [], [], 0
@@ -234,7 +234,7 @@ def time_steps(loop: Loop) -> Timed:
 
 
 def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
-    """One row of the table, but for its kernels, from a loop that has just started."""
+    """Return one row of the table, without its kernels, from a loop that has just started."""
     runner = loop.runner
     times, host_times, tokens, total = time_steps(loop)
     assert len(loop.scheduler.running) == batch, "requests ended before the measurement did"
@@ -268,14 +268,14 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
 
 
 def launch(loop: Loop, batch: int) -> None:
-    """One round of `batch` of the loop's requests on the GPU alone; its result is not read."""
+    """Launch one round of `batch` of the loop's requests on the GPU; its result is not read."""
     slots = tuple(sorted(loop.scheduler.running))[:batch]
     loop.runner.programs.decode(slots, RoundShape(*[loop.runner.step.mtp_step] * 2))
 
 
 @torch.no_grad()
 def gpu_time_ms(loop: Loop) -> float:
-    """Milliseconds of the GPU alone for one step: launches back to back, which the host runs ahead of."""
+    """Return the GPU's milliseconds per step: launches back to back, with the host ahead of the GPU."""
     spans, batch = [], len(loop.scheduler.running)
     launch(loop, batch)
     torch.cuda.synchronize()
@@ -292,11 +292,11 @@ def gpu_time_ms(loop: Loop) -> float:
 
 @torch.no_grad()
 def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
-    """`own_spans` of TRACED_STEPS steps of `batch` of the loop's requests.
+    """Return `own_spans` of TRACED_STEPS steps of `batch` of the loop's requests.
 
-    One GPU takes the first of them, which may have gained some tokens while the others were prefilled.
-    Several GPUs take the engine's steps, which every rank is told of. A profiler that was once attached makes
-    all later launches cost the host more: nothing is timed after this.
+    One GPU runs rounds of the first `batch` requests, which may have gained some tokens while the others were
+    prefilled. Several GPUs run the engine's steps, which reach every rank. Time nothing after this: once a
+    profiler was attached, every launch costs the host more.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -311,7 +311,7 @@ def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
 
 
 def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
-    """Kernels in the order in which they end: name, microseconds since the one before ended.
+    """Return (name, microseconds since the kernel before ended), in the order in which kernels end.
 
     Dependent launches overlap, so a kernel's own span would count the time in which it only waits.
     """
@@ -328,9 +328,9 @@ def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
 def measure_all(
     runner: Runner, batches: list[int], context: int, bandwidth: float
 ) -> Iterator[tuple[dict[str, Any], list[tuple[str, float]]]]:
-    """The rows and the kernels of TRACED_STEPS steps, traced when all has been timed.
+    """Yield each row and the kernels of TRACED_STEPS steps; all batches are timed before any is traced.
 
-    One GPU traces with the requests of the largest batch: to prefill others takes longer than to time them.
+    One GPU traces the requests of the largest batch: prefilling others would take longer than timing them.
     """
     rows = []
     for batch in batches:
@@ -350,14 +350,14 @@ def measure_all(
 
 
 def communicator_ms(kernels: Sequence[tuple[str, float]]) -> float:
-    """Milliseconds per step in the communicator's kernels."""
-    # Whole names: torch has a kernel whose name ends as one of ours.
+    """Return the milliseconds per step in the communicator's kernels."""
+    # Whole names: torch has a kernel whose name ends like one of ours.
     spans = [us for name, us in kernels if name in COMMUNICATOR_KERNELS or name.startswith("nccl")]
     return round(sum(spans) / TRACED_STEPS / 1e3, 3)
 
 
 def print_kernels(kernels: Sequence[tuple[str, float]]) -> None:
-    """Where a step's time goes, by kernel, in the mean of TRACED_STEPS steps."""
+    """Print a step's time by kernel, as the mean of TRACED_STEPS steps."""
     by_name: dict[str, list[float]] = {}
     for name, span in kernels:
         by_name.setdefault(name, []).append(span)
@@ -368,7 +368,7 @@ def print_kernels(kernels: Sequence[tuple[str, float]]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The saved rows of a file; raises ValueError for a row without a field, or a file without rows."""
+    """Return the saved rows of a file. Raises ValueError for a missing field or a file without rows."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     rows = [{"ranks": 1} | json.loads(line) for line in lines if line.lstrip().startswith("{")]
     missing = [sorted(SAVED_FIELDS - row.keys()) for row in rows]
@@ -379,7 +379,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def rows_beside(saved: Sequence[Row], row: Row) -> dict[str, list[float]]:
-    """Milliseconds per step of each engine that measured the case of `row`, in the file's order."""
+    """Return the milliseconds per step of each engine that measured the case of `row`, in file order."""
     found: dict[str, list[float]] = {}
     for other in saved:
         if all(other[name] == row[name] for name in CASE_FIELDS):
@@ -388,7 +388,7 @@ def rows_beside(saved: Sequence[Row], row: Row) -> dict[str, list[float]]:
 
 
 def describe_beside(beside: Mapping[str, Sequence[float]], step_ms: float) -> str:
-    """ "vLLM 0.26.0 18.900 to 20.100 ms (1.21 to 1.29 of ours)" of each engine; empty without any."""
+    """ "vLLM 0.26.0 18.900 to 20.100 ms (1.21 to 1.29 of ours)" for each engine, "" for none."""
     texts = []
     for engine, times in beside.items():
         ends = sorted({min(times), max(times)})
@@ -433,12 +433,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
     parser.add_argument(
-        "--draft-dtype", default="auto", help="of what drafts alone read: auto, weights or float8_e4m3fn"
+        "--draft-dtype", default="auto", help="dtype of what only drafts read: auto, weights or float8_e4m3fn"
     )
-    parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time N GPUs beside one")
+    parser.add_argument("--kernels", action="store_true", help="print a step's time by kernel")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time one GPU, then N")
     parser.add_argument("--exchange", default="auto", help="of several GPUs: auto, symmetric or nccl")
-    parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to stand beside ours")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to ours")
     return parser
 
 
@@ -464,7 +464,7 @@ def main() -> None:
         run(arguments, batches, *cases[0], saved)
         return
     for depth, mode in cases:
-        # In a process of its own: what one has traced would slow down the next.
+        # Each case has its own process: one that was traced would slow down the next.
         given = [*sys.argv[1:], "--mtp-step", str(depth), "--graph-mode", mode]
         status = subprocess.run([sys.executable, __file__, *given]).returncode
         if status:
@@ -474,11 +474,11 @@ def main() -> None:
 def config_of(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int
 ) -> EngineConfig:
-    """The engine of one depth, graph mode and number of GPUs."""
-    # A short chunk costs a start that compiles least, but the first requests gain tokens while the others are
-    # prefilled; of a long context every chunk reads every weight.
+    """Return the config for one depth, graph mode and number of GPUs."""
+    # A short chunk compiles fastest, but the first requests gain tokens while the others are prefilled, and
+    # every chunk of a long context reads every weight.
     prefill_chunk = 2048 if arguments.context > 4096 else 512 if mode == "uncompiled" else 64
-    # What the first request gains in the rounds between the others' chunks.
+    # The tokens that the first request gains in the rounds between the others' chunks.
     gained = max(64, -(-arguments.context // prefill_chunk) * (mtp_step + 1)) * max(batches)
     return EngineConfig(
         model=Path(__file__),
@@ -496,7 +496,7 @@ def config_of(
         synthetic_acceptance=rate_for(arguments.accept, 3),
         draft_vocab=arguments.draft_vocab,
         draft_dtype=arguments.draft_dtype,
-        # Nothing here is prefilled twice: its memory is the blocks'.
+        # No prompt comes twice: the cache's memory is better used for blocks.
         prefix_cache=False,
         tensor_parallel=ranks,
         exchange=arguments.exchange if ranks > 1 else "auto",
@@ -507,7 +507,7 @@ def run(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
 ) -> None:
     """Time one depth and graph mode on one GPU, and on several."""
-    # Where other ranks find what fills their weights.
+    # Here the other ranks find the module with `fill_random`.
     paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     bandwidth = read_bandwidth()
@@ -526,7 +526,7 @@ def run(
 def time_ranks(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int, bandwidth: float
 ) -> Iterator[dict[str, Any]]:
-    """The rows of so many GPUs."""
+    """Yield the rows of `ranks` GPUs."""
     begin, loaded = time.perf_counter(), list[float]()
 
     def fill(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -566,7 +566,7 @@ def time_ranks(
 
 
 def print_row(row: Row, saved: Sequence[Row]) -> None:
-    """A row as text, the saved rows of its case, and both as JSON."""
+    """Print a row as text, the saved rows of its case, and both as JSON."""
     floor = "floor {floor_ms:.3f} ({floor_weights_ms:.3f} with drafts in the weights' dtype)  "
     floor += "ratio {ratio:.2f}  gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
     ranks = "GPUs {ranks}  communicator {communicator_ms:.3f}"

@@ -26,7 +26,7 @@ def test_a_quantised_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = lines(capsys, directory)
     assert said[0] == "family      qwen3_5_moe, stored as bfloat16"
     assert "layers      2: 1 of attention, 1 of GDN" in said
-    assert "experts     8 experts of 64, 4 a token" in said
+    assert "experts     8 experts of 64, 4 per token" in said
     assert "MTP head    stored" in said
     int4 = "GPTQ int4 (version 1), groups of 32"
     assert any(line.startswith(f"stored      experts: 6 in {int4}, ") for line in said)

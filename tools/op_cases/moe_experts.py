@@ -36,7 +36,7 @@ from op_cases import (
 )
 
 MAX_RELATIVE_ERROR = 4e-3
-# Quantised again between the two products: values near the middle of two steps may take either.
+# Rows are quantised again between the two products: values halfway between two steps may round either way.
 MAX_QUANTISED_ERROR = 4e-2
 
 
@@ -45,7 +45,7 @@ def quantise_inputs(x: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
 
 
 def routing(shape: ModelShape, rows: int) -> torch.Tensor:
-    """Ids of independent, uniform choices: the worst case for the number of experts that are read."""
+    """Return ids of independent, uniform choices: the worst case for the number of experts that are read."""
     generator = torch.Generator().manual_seed(rows)
     ids = torch.rand(rows, shape.experts, generator=generator).argsort(-1)[:, : shape.top_k]
     return torch.cat([ids, torch.full((rows, 1), shape.experts)], 1).to(torch.int32)
@@ -73,8 +73,10 @@ def make_inputs(
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """bf16 weights, then FP8 weights in both recipes unless --set fp8=0; bytes count each distinct expert
-    once."""
+    """Return cases with bf16 weights, then with FP8 weights in both recipes unless --set fp8=0.
+
+    Bytes count each distinct expert once.
+    """
     if not shape.experts:
         raise ValueError(f"shape must be a mixture of experts, got {shape.name}; try 35b-a3b")
     chosen = routing(shape, rows).unique()
@@ -105,7 +107,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
 
 
 def quantised(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a recorded launch that are FP8, and their factors."""
+    """Return FP8 rows for a recorded launch, and their factors."""
     return tensor(device, rows, width, dtype=FP8), tensor(device, rows, width // 128)
 
 
@@ -115,8 +117,8 @@ def w8a8_experts(device: torch.device, rows: int) -> None:
     moe_experts_w8a8(*given)
 
 
-def halves_of_experts(device: torch.device, rows: int, is_fp8: bool) -> None:
-    """What one of two ranks makes of them: half of the hidden columns, and half of the sums."""
+def expert_shards(device: torch.device, rows: int, is_fp8: bool) -> None:
+    """Call what one of two ranks computes: half of the hidden columns, and half of the sums."""
     empty = functools.partial(tensor, device)
     count, width, inner = 257, 1024, 256
     ids, weights = empty(rows, 9, dtype=INT32), empty(rows, 9)
@@ -137,7 +139,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         ("decode", ROWS, BF16),
         ("decode", ROWS, FP8),
         ("decode", ROWS, FP32),
-        # So many that their pairs outnumber the tiles.
+        # So many rows that their (row, expert) pairs outnumber the tiles.
         ("many", 60, BF16),
         ("prefill", PREFILL_ROWS, BF16),
         ("prefill", PREFILL_ROWS, FP8),
@@ -148,7 +150,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         )
         call = functools.partial(moe_experts, prefill=name == "prefill")
         yield launch(f"{name}-{dtype_label(dtype)}", call, make, dtype)
-    halves = functools.partial(halves_of_experts, rows=PREFILL_ROWS, is_fp8=False)
-    yield LaunchCase("halves", halves)
+    shards = functools.partial(expert_shards, rows=PREFILL_ROWS, is_fp8=False)
+    yield LaunchCase("halves", shards)
     for name, rows in (("halves-w8a8", ROWS), ("tall-halves-w8a8", PREFILL_ROWS)):
-        yield LaunchCase(name, functools.partial(halves_of_experts, rows=rows, is_fp8=True), 90)
+        yield LaunchCase(name, functools.partial(expert_shards, rows=rows, is_fp8=True), 90)
