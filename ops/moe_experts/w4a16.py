@@ -1,4 +1,4 @@
-"""The specification of `moe_experts_w4a16`: experts in four-bit codes, rows as they are."""
+"""The specifications of experts in four-bit codes: both products, and each of them apart."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
-from compiled_mtp.ops.int4 import GROUPS, UNIT, dequantize
+from compiled_mtp.ops.int4 import GROUPS, ROWS, UNIT, dequantize
 from compiled_mtp.ops.k_splits import count_k_splits
+from compiled_mtp.ops.moe_experts.halves import Ids, Weights, sorted_pairs
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
-from compiled_mtp.ops.signature import CONTIGUOUS, F32, I32, Remedy
+from compiled_mtp.ops.signature import CONTIGUOUS, F32, Remedy
 
 BF16, I16 = torch.bfloat16, torch.int16
 _STACK = Remedy("stack what ops.int4.pack gives for each expert")
 _GROUPS = Remedy("stack what ops.int4.pack_groups gives for each expert")
 _SHARED = Remedy("pass the shared expert's weights in bfloat16, or None if the stacks hold it")
-Ids = Annotated[Tensor, "M slots", I32, CONTIGUOUS, Remedy("pass the ids of moe_router")]
-Weights = Annotated[Tensor, "M slots", F32, CONTIGUOUS, Remedy("pass the weights of moe_router")]
+_HIDDEN = Remedy("pass what the first product of these ids gives")
 Scales = (torch.float16, BF16)
 
 
@@ -84,17 +84,92 @@ def moe_experts_w4a16(
     bits of a row depend on that row, the weights and `prefill` alone.
     """
 
-    def values(stack: Tensor, scale: Tensor, shared: Tensor | None, expert: int) -> Tensor:
-        if shared is not None and expert == len(stack):
-            return shared.float()
-        return dequantize(stack[expert], scale[expert])
+    hidden = _multiply_gate_up(x, ids, gate_up, gate_up_scale, shared_gate_up)
+    total = _multiply_down(hidden, weights, ids, down, down_scale, shared_down)
+    return total if whole_width > 4 * down.shape[2] else total.to(x.dtype)
 
-    total = torch.zeros_like(x, dtype=torch.float32)
+
+def _hidden_fits(H: int, both: int, G: int) -> None:
+    _fits("gate_up", H, G)
+    if both % (2 * UNIT):
+        raise fail("gate_up", f"have a multiple of {2 * UNIT} rows", both, "cut experts between units")
+
+
+def _sums_fit(I: int, N: int, D: int) -> None:  # noqa: E741 - the name in the annotations
+    _fits("down", I, D)
+    if N % ROWS:
+        raise fail("down", f"have a multiple of {ROWS} rows", N, "cut it between its blocks of rows")
+
+
+def _hidden(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
+    return x.new_empty((ids.numel(), gate_up.shape[1] // 2))
+
+
+def _sums(hidden: Tensor, ids: Tensor, down: Tensor) -> Tensor:
+    return hidden.new_empty((ids.shape[0], down.shape[1]))
+
+
+@operator(check=_hidden_fits, fake=_hidden)
+def moe_hidden_w4a16(
+    x: Annotated[Tensor, "M H", BF16],
+    ids: Ids,
+    gate_up: Annotated[Tensor, "E both H//4", I16, CONTIGUOUS, _STACK],
+    gate_up_scale: Annotated[Tensor, "E G both 2", Scales, CONTIGUOUS, _GROUPS],
+    shared_gate_up: Annotated[Tensor, "both H", BF16, CONTIGUOUS, _SHARED] | None = None,
+) -> Annotated[Tensor, "_ I", BF16]:
+    """silu(gate_e x) * up_e x of a prompt's rows: the first product of `moe_experts_w4a16`, to the bit.
+
+    Arguments as there; gate_up may hold the gate's and the up's rows of some of the hidden columns, in whole
+    units of 128. Returns [M * slots, I] bfloat16: a row for each pair, sorted as by `moe_hidden`.
+    """
+    pairs = sorted_pairs(ids)
+    return _multiply_gate_up(x, ids, gate_up, gate_up_scale, shared_gate_up).flatten(0, 1)[pairs]
+
+
+@operator(check=_sums_fit, fake=_sums)
+def moe_sums_w4a16(
+    hidden: Annotated[Tensor, "pairs I", BF16, CONTIGUOUS, _HIDDEN],
+    weights: Weights,
+    ids: Ids,
+    down: Annotated[Tensor, "E N I//4", I16, CONTIGUOUS, _STACK],
+    down_scale: Annotated[Tensor, "E D N 2", Scales, CONTIGUOUS, _GROUPS],
+    shared_down: Annotated[Tensor, "N I", BF16, CONTIGUOUS, _SHARED] | None = None,
+) -> Annotated[Tensor, "M N", BF16]:
+    """The weighted sums of a prompt's hidden values: the second product of `moe_experts_w4a16`, to the bit.
+
+    hidden [M * slots, I]: what `moe_hidden_w4a16` gives for these ids, all of its columns. down may hold some
+    rows of every expert, in whole blocks of 16. Returns [M, N] bfloat16.
+    """
+    places = sorted_pairs(ids).argsort().view(ids.shape)
+    return _multiply_down(hidden[places], weights, ids, down, down_scale, shared_down).to(hidden.dtype)
+
+
+def _values(stack: Tensor, scale: Tensor, shared: Tensor | None, expert: int) -> Tensor:
+    if shared is not None and expert == len(stack):
+        return shared.float()
+    return dequantize(stack[expert], scale[expert])
+
+
+def _multiply_gate_up(
+    x: Tensor, ids: Tensor, gate_up: Tensor, scale: Tensor, shared: Tensor | None
+) -> Tensor:
+    """The hidden values [M, slots, I] of each row's experts, rounded to x's dtype."""
+    hidden = x.new_empty((*ids.shape, gate_up.shape[1] // 2))
     for row, experts in enumerate(ids.tolist()):
         for slot, expert in enumerate(experts):
-            both = values(gate_up, gate_up_scale, shared_gate_up, expert)
-            gate, up = F.linear(x[row].float(), both).chunk(2)
-            hidden = (silu(gate) * up).to(x.dtype)
-            result = F.linear(hidden.float(), values(down, down_scale, shared_down, expert))
+            both = F.linear(x[row].float(), _values(gate_up, scale, shared, expert))
+            gate, up = both.chunk(2)
+            hidden[row, slot] = silu(gate) * up
+    return hidden
+
+
+def _multiply_down(
+    hidden: Tensor, weights: Tensor, ids: Tensor, down: Tensor, scale: Tensor, shared: Tensor | None
+) -> Tensor:
+    """The weighted sums [M, N] float32 of hidden values [M, slots, I]."""
+    total = hidden.new_zeros((len(ids), down.shape[1]), dtype=torch.float32)
+    for row, experts in enumerate(ids.tolist()):
+        for slot, expert in enumerate(experts):
+            result = F.linear(hidden[row, slot].float(), _values(down, scale, shared, expert))
             total[row] += weights[row, slot] * result
-    return total if whole_width > 4 * down.shape[2] else total.to(x.dtype)
+    return total

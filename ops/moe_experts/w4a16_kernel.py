@@ -261,6 +261,27 @@ def launch_tiles(config: W4A16Tiles, args: Any) -> torch.Tensor:
     return out
 
 
+def launch_moe_hidden_w4a16(args: Any) -> torch.Tensor:
+    x, ids, (_, both, _) = args.x, args.ids, args.gate_up.shape
+    hidden = torch.empty((ids.numel(), both // 2), dtype=x.dtype, device=x.device)
+    if ids.numel():
+        table = plan(ids, len(args.gate_up) + (args.shared_gate_up is not None), PROMPT_TILES.rows)
+        stack = (args.gate_up, args.gate_up_scale, args.shared_gate_up)
+        multiply_gate_up(PROMPT_TILES, x, *stack, *table, hidden, ids.shape[1])
+    return hidden
+
+
+def launch_moe_sums_w4a16(args: Any) -> torch.Tensor:
+    hidden, ids, (_, width, _) = args.hidden, args.ids, args.down.shape
+    out = torch.empty((len(ids), width), dtype=hidden.dtype, device=hidden.device)
+    if ids.numel():
+        table = plan(ids, len(args.down) + (args.shared_down is not None), PROMPT_TILES.rows)
+        partial = torch.empty((1, ids.numel(), width), dtype=torch.float32, device=hidden.device)
+        multiply_down(PROMPT_TILES, hidden, args.down, args.down_scale, args.shared_down, *table, partial)
+        combine(partial, args.weights, out)
+    return out
+
+
 def shared_constants(
     config: W4A16Tiles, weight: torch.Tensor, scale: torch.Tensor, shared: torch.Tensor | None
 ) -> dict[str, Any]:

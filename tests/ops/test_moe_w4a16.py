@@ -9,7 +9,7 @@ import torch
 
 from compiled_mtp.ops.int4 import dequantize, pack, unpack
 from compiled_mtp.ops.k_splits import add_tree
-from compiled_mtp.ops.moe_experts import moe_experts_w4a16
+from compiled_mtp.ops.moe_experts import moe_experts_w4a16, moe_hidden_w4a16, moe_sums_w4a16
 from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles, launch_tiles
 from tests.ops.harness import check_compiles, poisoned_allocations
 from tests.ops.test_linear_w4a16 import four_bits
@@ -190,3 +190,40 @@ def test_registration_and_compile() -> None:
 def test_errors_name_the_argument_that_does_not_fit(change: Case, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         moe_experts_w4a16(**case_of(3, 4, 2) | change)
+
+
+@pytest.mark.parametrize("entry", ["__call__", "launch"])
+@pytest.mark.parametrize("is_shared_plain", [False, True])
+def test_products_apart_have_the_bits_of_the_whole(
+    interpreter: None, is_shared_plain: bool, entry: str
+) -> None:
+    """A prompt's rows on two ranks: some hidden columns each, then some rows of down."""
+    case = case_of(5, 3, 2, 256, 256, 64, is_shared_plain=is_shared_plain)
+    whole = getattr(moe_experts_w4a16, entry)(**case, prefill=True)
+    shards = [cut(case, slice(first, first + 128)) for first in (0, 128)]
+    names = ("x", "ids", "gate_up", "gate_up_scale", *(["shared_gate_up"] if is_shared_plain else []))
+    hidden = [getattr(moe_hidden_w4a16, entry)(**{name: own[name] for name in names}) for own in shards]
+    sums = []
+    for rows in (slice(0, 112), slice(112, 256)):
+        words = torch.stack([pack(unpack(one)[rows]) for one in case["down"]])
+        down: list[torch.Tensor] = [words, case["down_scale"][:, :, rows].contiguous()]
+        down += [case["shared_down"][rows]] if is_shared_plain else []
+        sums.append(getattr(moe_sums_w4a16, entry)(torch.cat(hidden, 1), case["weights"], case["ids"], *down))
+    assert relative_error(whole, exact(case)) < 5e-3
+    assert torch.equal(torch.cat(sums, 1), whole)
+
+
+def test_products_apart_are_registered_and_refuse() -> None:
+    kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    case = case_of(3, 4, 2)
+    first = (case["x"], case["ids"], case["gate_up"], case["gate_up_scale"], None)
+    second = (moe_hidden_w4a16(*first), case["weights"], case["ids"], case["down"], case["down_scale"], None)
+    for made, args in ((moe_hidden_w4a16, first), (moe_sums_w4a16, second)):
+        torch.library.opcheck(made.overload, args, test_utils=kinds)
+        check_compiles(made, [args])
+    narrow = (case["gate_up"][:, :128].contiguous(), case["gate_up_scale"][:, :, :128].contiguous())
+    with pytest.raises(ValueError, match="gate_up must have a multiple of 256 rows, got 128"):
+        moe_hidden_w4a16(*first[:2], *narrow)
+    few = (case["down"][:, :24].contiguous(), case["down_scale"][:, :, :24].contiguous())
+    with pytest.raises(ValueError, match="down must have a multiple of 16 rows, got 24"):
+        moe_sums_w4a16(*second[:3], *few)
