@@ -84,7 +84,8 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     def layer_bytes(module: torch.nn.Module, tokens: int) -> float:
         total = 0.0
         for name, parameter in module.named_parameters():
-            if config.num_experts and ".ffn." in f".{name}" and parameter.dim() == 3:
+            # Stacks of experts, and their factors; groups of four-bit codes have four dimensions.
+            if config.num_experts and ".ffn." in f".{name}" and parameter.dim() >= 3:
                 one = parameter.nbytes / parameter.shape[0]
                 total += one + one * config.num_experts * expert_share(tokens)
             else:

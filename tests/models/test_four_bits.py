@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,6 +208,20 @@ def test_a_mixture_of_codes_computes_that_of_their_values(tmp_path: Path, is_sha
         assert mixture.has_codes is (given is formats)
         sums.append(mixture(x, object()).double())
     assert (sums[0] - sums[1]).norm() / sums[1].norm() < 1e-2
+
+
+def test_made_up_experts_are_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that no checkpoint fills, as a benchmark has them."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    tool = importlib.import_module("released_shapes")
+    config = replace(read_model_config(write_checkpoint(tmp_path, **EXPERTS)), four_bit_group=64)
+    formats = read_formats(config, None, CPU, None)
+    parameters = allocate(config, True, torch.bfloat16, formats)
+    tool.fill_random(parameters)
+    for layer in LAYERS:
+        values = values_of(parameters, f"{layer}.ffn.gate_up").float()
+        assert values.shape == (5, 256, 256)
+        assert 0.6 < values.std() * 16 < 1.0
 
 
 def test_a_mixture_keeps_both_stacks_or_neither(tmp_path: Path) -> None:

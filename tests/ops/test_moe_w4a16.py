@@ -192,25 +192,30 @@ def test_errors_name_the_argument_that_does_not_fit(change: Case, message: str) 
         moe_experts_w4a16(**case_of(3, 4, 2) | change)
 
 
+def two_products(case: Case, entry: str) -> torch.Tensor:
+    """The sums of a prompt's rows on two ranks: some hidden columns each, then some rows of down."""
+    half, width = case["down"].shape[2] * 2, case["down"].shape[1]
+    shards = [cut(case, slice(first, first + half)) for first in (0, half)]
+    names = [name for name in ("x", "ids", "gate_up", "gate_up_scale", "shared_gate_up") if name in case]
+    hidden = [getattr(moe_hidden_w4a16, entry)(**{name: own[name] for name in names}) for own in shards]
+    sums = []
+    for rows in (slice(0, 112), slice(112, width)):
+        words = torch.stack([pack(unpack(one)[rows]) for one in case["down"]])
+        down: list[torch.Tensor] = [words, case["down_scale"][:, :, rows].contiguous()]
+        down += [case["shared_down"][rows]] if "shared_down" in case else []
+        sums.append(getattr(moe_sums_w4a16, entry)(torch.cat(hidden, 1), case["weights"], case["ids"], *down))
+    return torch.cat(sums, 1)
+
+
 @pytest.mark.parametrize("entry", ["__call__", "launch"])
 @pytest.mark.parametrize("is_shared_plain", [False, True])
 def test_products_apart_have_the_bits_of_the_whole(
     interpreter: None, is_shared_plain: bool, entry: str
 ) -> None:
-    """A prompt's rows on two ranks: some hidden columns each, then some rows of down."""
     case = case_of(5, 3, 2, 256, 256, 64, is_shared_plain=is_shared_plain)
     whole = getattr(moe_experts_w4a16, entry)(**case, prefill=True)
-    shards = [cut(case, slice(first, first + 128)) for first in (0, 128)]
-    names = ("x", "ids", "gate_up", "gate_up_scale", *(["shared_gate_up"] if is_shared_plain else []))
-    hidden = [getattr(moe_hidden_w4a16, entry)(**{name: own[name] for name in names}) for own in shards]
-    sums = []
-    for rows in (slice(0, 112), slice(112, 256)):
-        words = torch.stack([pack(unpack(one)[rows]) for one in case["down"]])
-        down: list[torch.Tensor] = [words, case["down_scale"][:, :, rows].contiguous()]
-        down += [case["shared_down"][rows]] if is_shared_plain else []
-        sums.append(getattr(moe_sums_w4a16, entry)(torch.cat(hidden, 1), case["weights"], case["ids"], *down))
     assert relative_error(whole, exact(case)) < 5e-3
-    assert torch.equal(torch.cat(sums, 1), whole)
+    assert torch.equal(two_products(case, entry), whole)
 
 
 def test_products_apart_are_registered_and_refuse() -> None:
