@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.cli.inspect import describe_run
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.models import weight_format
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.hf_config import read_model_config
@@ -125,6 +127,9 @@ def test_experts_hold_the_dequantised_values(tmp_path: Path, name: str, family: 
     assert stacks <= {parameter for parameter, form in formats.items() if form.group}
     assert not any("shared" in parameter for parameter in formats)
     assert describe_recipe(None, formats).endswith("and 6 stacks of experts in four bits)")
+    run = EngineConfig(model=str(tmp_path), device="cpu", dtype="bfloat16")
+    described = list(describe_run(run, model, tmp_path, read_stored(tmp_path)))
+    assert any(line.endswith(" matrices and 6 stacks of experts in four bits") for line in described)
     codes = loaded(tmp_path, formats)
     values = loaded(tmp_path, {n: form for n, form in formats.items() if n not in stacks})
     for stack in stacks:

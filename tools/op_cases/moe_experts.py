@@ -18,8 +18,10 @@ from compiled_mtp.ops.moe_experts import (
     moe_experts_w4a16,
     moe_experts_w8a8,
     moe_hidden,
+    moe_hidden_w4a16,
     moe_hidden_w8a8,
     moe_sums,
+    moe_sums_w4a16,
     moe_sums_w8a8,
 )
 from compiled_mtp.ops.quantize_rows import quantize_rows
@@ -179,6 +181,21 @@ def w8a8_experts(device: torch.device, rows: int) -> None:
     moe_experts_w8a8(*given)
 
 
+def four_bit_halves(device: torch.device, rows: int, is_shared_plain: bool) -> None:
+    """The products of codes on one of two ranks."""
+    empty = functools.partial(tensor, device)
+    count, width, inner = 257 - is_shared_plain, 1024, 256
+    ids, weights = empty(rows, 9, dtype=INT32), empty(rows, 9)
+    gate_up = (empty(count, 2 * inner, width // 2, dtype=INT16), empty(count, 16, 2 * inner, 2, dtype=BF16))
+    down = (empty(count, width, inner // 2, dtype=INT16), empty(count, 4, width, 2, dtype=BF16))
+    shared = [
+        empty(n, k, dtype=BF16) if is_shared_plain else None
+        for n, k in ((2 * inner, 2 * width), (width, 2 * inner))
+    ]
+    moe_hidden_w4a16(empty(rows, 2 * width, dtype=BF16), ids, *gate_up, shared[0])
+    moe_sums_w4a16(empty(9 * rows, 2 * inner, dtype=BF16), weights, ids, *down, shared[1])
+
+
 def halves_of_experts(device: torch.device, rows: int, is_fp8: bool) -> None:
     """What one of two ranks makes of them: half of the hidden columns, and half of the sums."""
     empty = functools.partial(tensor, device)
@@ -227,5 +244,8 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             yield launch(label, moe_experts_w4a16, inputs)
     halves = functools.partial(halves_of_experts, rows=PREFILL_ROWS, is_fp8=False)
     yield LaunchCase("halves", halves)
+    for name, is_shared_plain in (("halves-int4", False), ("halves-int4-plain-shared", True)):
+        halves = functools.partial(four_bit_halves, rows=PREFILL_ROWS, is_shared_plain=is_shared_plain)
+        yield LaunchCase(name, halves)
     for name, rows in (("halves-w8a8", ROWS), ("tall-halves-w8a8", PREFILL_ROWS)):
         yield LaunchCase(name, functools.partial(halves_of_experts, rows=rows, is_fp8=True), 90)
