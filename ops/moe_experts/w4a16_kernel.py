@@ -16,42 +16,13 @@ import triton
 import triton.language as tl
 
 from compiled_mtp.ops.int4 import UNIT
+from compiled_mtp.ops.int4_triton import add_unit
 from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.linear_w4a16.kernel import add_unit, decode, minus_of
 from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
 from compiled_mtp.ops.moe_experts.tiles import read_tile
 
 # Pairs an expert has on average, from which on tiles of 32 are fuller than they are wasteful.
 TALL_PAIRS = 16
-
-
-@triton.jit
-def add_codes(
-    x_at,
-    is_row,
-    words_at,
-    group_at,
-    n,
-    total,
-    PER_UNIT: tl.constexpr,
-    SCALE: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-):
-    """total plus the product of one unit's columns with codes."""
-    words = tl.load(words_at)
-    groups = ()
-    for group in tl.static_range(PER_UNIT):
-        groups += (tl.load(group_at + group * n),)
-    values = decode(words, tl.broadcast_to(minus_of(groups[0])[None, :], words.shape), ON_DEVICE)
-    if PER_UNIT == 2:
-        last = decode(words, tl.broadcast_to(minus_of(groups[1])[None, :], words.shape), ON_DEVICE)
-        values = (values[0], values[1], last[2], last[3])
-    if PER_UNIT == 4:
-        second = decode(words, tl.broadcast_to(minus_of(groups[1])[None, :], words.shape), ON_DEVICE)
-        third = decode(words, tl.broadcast_to(minus_of(groups[2])[None, :], words.shape), ON_DEVICE)
-        fourth = decode(words, tl.broadcast_to(minus_of(groups[3])[None, :], words.shape), ON_DEVICE)
-        values = (values[0], second[1], third[2], fourth[3])
-    return add_unit(x_at, is_row[:, None], groups, values, total, PER_UNIT, SCALE)
 
 
 @triton.jit
@@ -117,7 +88,7 @@ def gate_up_w4a16_kernel(
         words_at += (row // 16 * (4 * WIDTH) + row % 16 * 32)[None, :] + word[:, None]
         group_at = scale.to(tl.pointer_type(tl.int32)) + expert * (2 * INNER * WIDTH // 128 * PER_UNIT) + row
         for unit in range(WIDTH // 128):
-            total = add_codes(
+            total = add_unit(
                 x_at + (unit * 128 + word)[None, :],
                 is_row,
                 words_at + unit * 512,
@@ -191,7 +162,7 @@ def down_w4a16_kernel(
         words_at += (row // 16 * (4 * INNER) + row % 16 * 32)[None, :] + word[:, None]
         group_at = scale.to(tl.pointer_type(tl.int32)) + expert * (WIDTH * INNER // 128 * PER_UNIT) + row
         for unit in range(INNER // 128):
-            total = add_codes(
+            total = add_unit(
                 x_at + (unit * 128 + word)[None, :],
                 is_row,
                 words_at + unit * 512,
