@@ -96,7 +96,8 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
         total = 0.0
         for name, parameter in module.named_parameters():
             count = read_bytes(prefix + name, parameter)
-            if config.num_experts and ".ffn." in f".{name}" and parameter.dim() == 3:
+            # Stacks of experts, and their factors; groups of four-bit codes have four dimensions.
+            if config.num_experts and ".ffn." in f".{name}" and parameter.dim() >= 3:
                 one = count / parameter.shape[0]
                 total += one + one * config.num_experts * expert_share(tokens)
             else:

@@ -26,7 +26,7 @@ from compiled_mtp.models.draft_vocabulary import choose_draft_ids
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
+from compiled_mtp.models.weight_format import FP8, describe_kept, describe_recipe, resolve_recipe
 from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.spec import resolve_device
@@ -121,12 +121,15 @@ def describe_run(
     head_bytes = drafts.head_bytes(model.vocab_size, model.hidden_size, dtype.itemsize)
     in_memory = drafts.formats(model, formats)
     needed = count_weights(model, weights, in_memory, dtype, with_mtp=with_mtp) + head_bytes
-    kept = Counter("four bits" if form.group else "FP8" for form in formats.values() if form.has_factors)
+    kept: dict[str, list[str]] = {}
+    for parameter, form in formats.items():
+        if form.has_factors:
+            kept.setdefault("four bits" if form.group else "FP8", []).append(parameter)
     packed = multiplied_out(model, weights, formats)
     name = str(dtype).removeprefix("torch.")
     yield f"runs        on {device.type}, in {name}{describe_recipe(recipe, formats)}"
-    for form, count in kept.items():
-        yield f"kept        {count} matrices in {form}"
+    for kind, names in kept.items():
+        yield f"kept        {describe_kept(names)} in {kind}"
     if packed:
         before = sum(weight.num_bytes for weight in packed)
         yield f"multiplied  {len(packed)} weights of {_mib(before)}, while they are loaded"

@@ -149,7 +149,7 @@ def check_parameters(
 
 def _codes_of(words: torch.Tensor) -> torch.Tensor:
     """A meta tensor with the shape of the codes in `words`."""
-    return torch.empty((words.shape[0], words.shape[1] * 4), device="meta")
+    return torch.empty((*words.shape[:-1], words.shape[-1] * 4), device="meta")
 
 
 def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) -> str:

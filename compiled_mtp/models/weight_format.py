@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -65,9 +65,9 @@ class WeightFormat:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the factors of a weight [..., N, K]: [..., ceil(N / block), ceil(K / block)], or
-        [K / group, N, 2] of four-bit codes."""
+        [..., K / group, N, 2] of four-bit codes."""
         if self.group:
-            return (shape[-1] // self.group, shape[-2], 2)
+            return (*shape[:-2], shape[-1] // self.group, shape[-2], 2)
         return (*shape[:-2], *(-(-size // self.block) for size in shape[-2:]))
 
     def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +104,8 @@ FP8 = WeightFormat(
 )
 
 _DENSE = re.compile(r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)|ffn\.(gate_up|down))\.weight$")
+# A mixture's stacks, and the shared expert's weights where the stacks do not hold it.
+EXPERTS = re.compile(r"\.ffn\.(shared_)?(gate_up|down)$")
 
 
 @functools.cache
@@ -114,7 +116,7 @@ def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
         name=f"int4 in groups of {group}, scales in {dtype}",
         storage=torch.int16,
         block=int4.UNIT,
-        parameters=_DENSE,
+        parameters=re.compile(f"{_DENSE.pattern}|{EXPERTS.pattern}"),
         is_read_on=lambda device: reads_int4(device),
         group=group,
         scale_dtype=scale_dtype,
@@ -134,7 +136,10 @@ _PARTNER = re.compile(r"(?<=\.ffn\.)(gate_up|down)$")
 W8A8_VALUES = replace(W8A8, name=f"{W8A8.name}, multiplied out", storage=None)
 
 Formats = Mapping[str, WeightFormat]
-"""The formats of a model's parameters by full name; parameters that are not listed are plain."""
+"""The formats of a model's parameters by full name; parameters that are not listed are plain.
+
+A mixture whose stacks do not hold the shared expert lists the parameters that hold it, though they are plain.
+"""
 
 NO_FORMATS: Formats = MappingProxyType({})
 
@@ -188,11 +193,18 @@ def formats_for(
 
 def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) -> str:
     """The log text about FP8 and four-bit weights; empty for a checkpoint without them."""
-    four_bits = sum(form.group > 0 for form in formats.values())
+    four_bits = describe_kept(name for name, form in formats.items() if form.group)
     if recipe is None:
-        return f" ({four_bits} matrices in four bits)" if four_bits else ""
+        return f" ({four_bits} in four bits)" if four_bits else ""
     is_kept = any(form.has_factors for form in formats.values())
     return f" (FP8 as {recipe}{'' if is_kept else ', multiplied out'})"
+
+
+def describe_kept(names: Iterable[str]) -> str:
+    """How many of the parameters `names` are matrices and how many are stacks; empty without any."""
+    is_stack = [EXPERTS.search(name) is not None for name in names]
+    counts = {"matrices": is_stack.count(False), "stacks of experts": is_stack.count(True)}
+    return " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
 
 @dataclass(frozen=True)
@@ -220,6 +232,10 @@ class ParameterFactory:
     def format_of(self, name: str) -> WeightFormat:
         """The format of this module's parameter `name`."""
         return self.formats.get(self.name + name, PLAIN)
+
+    def lists(self, name: str) -> bool:
+        """Whether the formats list this module's parameter `name`, in any format."""
+        return self.name + name in self.formats
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised parameter without a format, in the activations' dtype or another."""

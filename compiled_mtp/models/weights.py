@@ -20,7 +20,13 @@ from compiled_mtp.models.catalogue import check_packed, describe_packed, is_pack
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
-from compiled_mtp.models.four_bits import fill_four_bits, four_bit_formats, has_codes, made_up_formats
+from compiled_mtp.models.four_bits import (
+    codes_apart,
+    fill_four_bits,
+    four_bit_formats,
+    has_codes,
+    made_up_formats,
+)
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
 from compiled_mtp.models.shards import shard_layout
@@ -68,6 +74,7 @@ def read_formats(
         return formats
     if path is None:
         return {**formats, **made_up_formats(layout, config.four_bit_group, device)}
+    layout = FAMILIES[config.family].layout(config, headers, codes_apart(config))
     return {**formats, **four_bit_formats(layout, headers, device)}
 
 
