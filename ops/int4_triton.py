@@ -74,22 +74,11 @@ def add_scaled(product, group, total, SCALE: tl.constexpr):
 
 
 @triton.jit
-def add_unit(
-    x_at,
-    is_row,
-    words_at,
-    group_at,
-    n,
-    total,
-    PER_UNIT: tl.constexpr,
-    SCALE: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-):
-    """total [BM, BN] plus the products of one unit's columns, group by group.
+def load_unit(words_at, group_at, n, PER_UNIT: tl.constexpr, ON_DEVICE: tl.constexpr):
+    """The four slices [32, BN] of one unit of weight rows as exact q - z, and the words of its groups.
 
-    x_at [BM, 32] points to the unit's first 32 columns of each row. words_at [32, BN] and group_at [BN] point
-    to the unit's words and its first group; n: words from one group to the next. PER_UNIT: groups of a
-    unit.
+    words_at [32, BN] and group_at [BN] point to the unit's words and its first group; n: words from one group
+    to the next. PER_UNIT: groups of a unit.
     """
     words = tl.load(words_at)
     groups = ()
@@ -103,7 +92,16 @@ def add_unit(
         minus_of(groups[PER_UNIT - 1], words),
         ON_DEVICE,
     )
-    inside = is_row[:, None]
+    return values, groups
+
+
+@triton.jit
+def add_unit(x_at, inside, values, groups, total, PER_UNIT: tl.constexpr, SCALE: tl.constexpr):
+    """total [BM, BN] plus the products of one unit's columns, group by group.
+
+    x_at [BM, 32] points to the unit's first 32 columns of each row; inside [BM, 1]: rows to load. values,
+    groups: as `load_unit` returns them.
+    """
     product = tl.dot(tl.load(x_at, mask=inside, other=0.0), values[0])
     for field in tl.static_range(1, 4):
         columns = tl.load(x_at + field * 32, mask=inside, other=0.0)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from compiled_mtp.ops.int4 import UNIT
-from compiled_mtp.ops.int4_triton import add_unit
+from compiled_mtp.ops.int4_triton import add_unit, load_unit
 from compiled_mtp.ops.k_splits import count_k_splits
 from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
 from compiled_mtp.ops.moe_experts.tiles import read_tile
@@ -88,16 +88,21 @@ def gate_up_w4a16_kernel(
         words_at += (row // 16 * (4 * WIDTH) + row % 16 * 32)[None, :] + word[:, None]
         group_at = scale.to(tl.pointer_type(tl.int32)) + expert * (2 * INNER * WIDTH // 128 * PER_UNIT) + row
         for unit in range(WIDTH // 128):
-            total = add_unit(
-                x_at + (unit * 128 + word)[None, :],
-                is_row,
+            values, groups = load_unit(
                 words_at + unit * 512,
                 group_at + unit * (PER_UNIT * 2 * INNER),
                 2 * INNER,
+                PER_UNIT,
+                ON_DEVICE,
+            )
+            total = add_unit(
+                x_at + (unit * 128 + word)[None, :],
+                is_row[:, None],
+                values,
+                groups,
                 total,
                 PER_UNIT,
                 scale.dtype.element_ty,
-                ON_DEVICE,
             )
     store_gated(total, hidden, begin, is_row, first, INNER, BM, BN)
 
@@ -162,16 +167,17 @@ def down_w4a16_kernel(
         words_at += (row // 16 * (4 * INNER) + row % 16 * 32)[None, :] + word[:, None]
         group_at = scale.to(tl.pointer_type(tl.int32)) + expert * (WIDTH * INNER // 128 * PER_UNIT) + row
         for unit in range(INNER // 128):
+            values, groups = load_unit(
+                words_at + unit * 512, group_at + unit * (PER_UNIT * WIDTH), WIDTH, PER_UNIT, ON_DEVICE
+            )
             total = add_unit(
                 x_at + (unit * 128 + word)[None, :],
-                is_row,
-                words_at + unit * 512,
-                group_at + unit * (PER_UNIT * WIDTH),
-                WIDTH,
+                is_row[:, None],
+                values,
+                groups,
                 total,
                 PER_UNIT,
                 scale.dtype.element_ty,
-                ON_DEVICE,
             )
             if K_SPLITS > 1 and (unit + 1) % (INNER // 128 // K_SPLITS) == 0:
                 to, total = end_split(to, total, is_inside, step)
