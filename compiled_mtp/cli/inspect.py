@@ -23,7 +23,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
+from compiled_mtp.models.weight_format import FP8, describe_recipe, packed_names, resolve_recipe
 from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.spec import resolve_device
@@ -107,11 +107,16 @@ def describe_run(
     device = resolve_device(config.device)
     dtype = getattr(torch, config.resolve_dtype(device.type, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    formats = read_formats(model, path, device, recipe, dtype)
+    formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
     with_mtp = bool(model.mtp_num_layers)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     needed = count_weights(model, weights, formats, dtype, with_mtp=with_mtp)
-    kept = Counter("four bits" if form.group else "FP8" for form in formats.values() if form.has_factors)
+    kept = Counter(
+        name
+        for form in formats.values()
+        if form.has_factors
+        for name in (packed_names(form) if form.is_packed else ("FP8",))
+    )
     packed = multiplied_out(model, weights, formats)
     name = str(dtype).removeprefix("torch.")
     yield f"runs        on {device.type}, in {name}{describe_recipe(recipe, formats)}"

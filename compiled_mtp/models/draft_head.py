@@ -39,23 +39,24 @@ class DraftHeadPlan:
         """The number of rows, None for all."""
         return None if self.ids is None else len(self.ids)
 
-    def make(self, head: torch.Tensor, take_rows: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:
-        """Return the draft head, copied from the target's head [V, H].
+    def make(
+        self, take_rows: Callable[[torch.Tensor | None], torch.Tensor], device: torch.device
+    ) -> DraftHead:
+        """Return the draft head on `device`, copied from the target's head [V, H].
 
-        take_rows(ids [n]) gives rows of the whole head, of which a rank has only some in `head`.
+        take_rows(ids [n]) gives rows of the whole head, take_rows(None) all rows, or those that a rank has.
         """
         ids = None
         if self.ids is not None:
-            ids = torch.tensor(self.ids, dtype=torch.int64, device=head.device)
-        weight = head if ids is None else take_rows(ids)
+            ids = torch.tensor(self.ids, dtype=torch.int64, device=device)
         if self.is_fp8:
-            return DraftHead(*quantize_weight(weight), ids)
-        return DraftHead() if ids is None else DraftHead(weight, None, ids)
+            return DraftHead(*quantize_weight(take_rows(ids)), ids)
+        return DraftHead() if ids is None else DraftHead(take_rows(ids), None, ids)
 
-    def num_bytes(self, head: torch.Tensor) -> int:
-        """Bytes of the device that the result of `make` takes."""
-        rows, width = self.num_ids or len(head), head.shape[1]
+    def num_bytes(self, rows: int, width: int, dtype: torch.dtype) -> int:
+        """Bytes of the device that the result of `make` takes for a head [rows, width] in `dtype`."""
+        rows = self.num_ids or rows
         if not self.is_fp8:
-            return rows * width * head.itemsize if self.ids is not None else 0
+            return rows * width * dtype.itemsize if self.ids is not None else 0
         blocks = scale_shape((rows, width))
         return rows * width + blocks[0] * blocks[1] * torch.float32.itemsize

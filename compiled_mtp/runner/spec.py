@@ -175,7 +175,7 @@ def resolve(
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
         weight_recipe=recipe,
-        weight_formats=read_formats(model, path, device, recipe, dtype),
+        weight_formats=read_formats(model, path, device, recipe, dtype, config.tensor_parallel),
         shapes=shapes,
         draft_head=_plan_draft_head(config, model, num_valid_ids, device),
         num_valid_ids=num_valid_ids,

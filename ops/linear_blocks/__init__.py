@@ -2,9 +2,16 @@
 
 from compiled_mtp.ops.linear_blocks.config import count_partials
 from compiled_mtp.ops.linear_blocks.reference import (
+    block_rows,
     linear_blocks,
     linear_blocks_partials,
     linear_blocks_silu_mul,
 )
 
-__all__ = ["count_partials", "linear_blocks", "linear_blocks_partials", "linear_blocks_silu_mul"]
+__all__ = [
+    "block_rows",
+    "count_partials",
+    "linear_blocks",
+    "linear_blocks_partials",
+    "linear_blocks_silu_mul",
+]

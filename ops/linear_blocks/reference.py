@@ -1,4 +1,4 @@
-"""The specifications of `linear_blocks`, `linear_blocks_silu_mul` and `linear_blocks_partials`."""
+"""The specifications of `linear_blocks`, its variants, and `block_rows`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products
+from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products, values
 from compiled_mtp.ops.checks import fail, is_known
 from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
 from compiled_mtp.ops.numerics import silu
@@ -151,3 +151,29 @@ def linear_blocks_partials(
     size = k_splits // count
     partials = [add_tree(sums[first : first + size]) for first in range(0, k_splits, size)]
     return torch.cat(partials) if stacked else torch.stack(partials)
+
+
+def _rows_fit(kind: str, W: int, U: int, S: int, N: int) -> None:
+    k = KINDS[kind].columns(W) if kind in KINDS else UNIT
+    _weight_fits(kind, k, W, U, S, N)
+
+
+def _rows(ids: Tensor, weight: Tensor, kind: str) -> Tensor:
+    shape = (ids.shape[0], KINDS[kind].columns(weight.shape[1]))
+    return weight.new_empty(shape, dtype=BF16)
+
+
+@operator(check=_rows_fit, fake=_rows)
+def block_rows(
+    ids: Annotated[Tensor, "M", torch.int64], weight: Words, weight_scale: Scales, kind: str
+) -> Annotated[Tensor, "M _", BF16]:
+    """The values of rows of a weight of scaled codes: an embedding's, or those of some rows of a head.
+
+    ids: [M]; each must be below N, which is not checked because it would cost a synchronisation. weight,
+    weight_scale, kind: as those of `linear_blocks`. Returns [M, K] bfloat16, each value rounded once.
+    """
+    blocks = ids // ROWS
+    # Only the blocks of 16 rows that hold these rows are decoded.
+    own = (blocks[:, None] * ROWS + torch.arange(ROWS, device=ids.device)).flatten()
+    found = values(weight[own], weight_scale[:, own], KINDS[kind])
+    return found[torch.arange(len(ids), device=ids.device) * ROWS + ids % ROWS].bfloat16()

@@ -99,8 +99,10 @@ def test_quantised_rows_come_back_within_half_a_step(shape: tuple[int, int]) -> 
 def test_a_plan_knows_its_memory(ids: tuple[int, ...] | None, is_fp8: bool) -> None:
     head = torch.randn(200, 144)
     plan = DraftHeadPlan(ids, is_fp8)
-    made = plan.make(head, head.__getitem__)
-    assert plan.num_bytes(head) == sum(t.nbytes for t in (made.weight, made.scale) if t is not None)
+    made = plan.make(lambda rows: head if rows is None else head[rows], head.device)
+    assert plan.num_bytes(*head.shape, head.dtype) == sum(
+        t.nbytes for t in (made.weight, made.scale) if t is not None
+    )
     rows = head if ids is None else head[list(ids)]
     if is_fp8:
         assert made.weight is not None
