@@ -7,7 +7,12 @@ import torch
 
 from compiled_mtp.ops.blocks import KINDS, values
 from compiled_mtp.ops.k_splits import add_tree
-from compiled_mtp.ops.linear_blocks import linear_blocks, linear_blocks_partials, linear_blocks_silu_mul
+from compiled_mtp.ops.linear_blocks import (
+    block_rows,
+    linear_blocks,
+    linear_blocks_partials,
+    linear_blocks_silu_mul,
+)
 from compiled_mtp.ops.linear_blocks.kernel import values_of
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.test_linear_blocks import scaled_codes
@@ -26,6 +31,8 @@ def test_rows_have_the_same_bits_and_the_values_of_float64(n: int, k: int, name:
     x = torch.randn(129, k, device="cuda").bfloat16()
     exact = values(words.cuda(), scales.cuda(), KINDS[name])
     assert torch.equal(values_of(*weight), exact.bfloat16())
+    ids = torch.randint(0, n, (37,), device="cuda")
+    assert torch.equal(block_rows(ids, *weight), exact[ids].bfloat16())
     rounded = exact if KINDS[name].has_factor else exact.bfloat16()
     whole = linear_blocks(x, *weight, True)
     wanted = x.double() @ rounded.double().T

@@ -8,7 +8,12 @@ import torch
 from compiled_mtp.ops.blocks import KINDS, UNIT, Kind, pack, pack_scales, products, unpack, unpack_scales
 from compiled_mtp.ops.blocks import values as values_in_float32
 from compiled_mtp.ops.k_splits import add_tree, count_k_splits
-from compiled_mtp.ops.linear_blocks import linear_blocks, linear_blocks_partials, linear_blocks_silu_mul
+from compiled_mtp.ops.linear_blocks import (
+    block_rows,
+    linear_blocks,
+    linear_blocks_partials,
+    linear_blocks_silu_mul,
+)
 from compiled_mtp.ops.linear_blocks.config import BlocksConfig, configuration
 from compiled_mtp.ops.linear_blocks.kernel import launch_config, values_of
 from compiled_mtp.ops.silu_mul import silu_mul
@@ -82,6 +87,17 @@ def test_values_are_rounded_once_in_interpreter(name: str) -> None:
     torch.testing.assert_close(y.double(), x.double() @ values.T, rtol=1e-4, atol=1e-4)
     sums = linear_blocks_partials.launch(x, *weight, 1, 0, True)
     assert torch.equal(sums[0], linear_blocks.launch(x, *weight, False, True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_some_rows_are_those_of_the_whole_in_interpreter(name: str) -> None:
+    weight = scaled_codes(name, 80, 256)
+    whole = values_of(*weight)
+    for ids in ([3], [79, 0, 17, 17, 64]):
+        rows = torch.tensor(ids)
+        assert torch.equal(block_rows.launch(rows, *weight), whole[rows])
+        assert torch.equal(block_rows(rows, *weight), whole[rows])
+    assert block_rows.launch(rows[:0], *weight).shape == (0, 256)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,6 +177,7 @@ def test_registration() -> None:
     check_registration(registered.linear_blocks.default, (x, *weight, False, False))
     check_registration(registered.linear_blocks_silu_mul.default, (x, *weight))
     check_registration(registered.linear_blocks_partials.default, (x, *weight, 1, 0, False, False))
+    check_registration(registered.block_rows.default, (torch.tensor([1, 30]), *weight))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import torch
 
 from compiled_mtp.ops.blocks import KINDS, UNIT, pack_scales, values
 from compiled_mtp.ops.linear_blocks import (
+    block_rows,
     count_partials,
     linear_blocks,
     linear_blocks_partials,
     linear_blocks_silu_mul,
 )
 from compiled_mtp.ops.numerics import silu
-from op_cases import BF16, INT16, LaunchCase, ModelShape, OpCase, tensor
+from op_cases import BF16, INT16, INT64, LaunchCase, ModelShape, OpCase, tensor
 from op_cases.linear import BEFORE_NORM, GATE_UP, projections, relative_error
 
 MAX_RELATIVE_ERROR = 6e-3
@@ -104,6 +105,14 @@ def blocks_product(
         linear_blocks(x, weight, scale, kind, False, prefill)
 
 
+def gather(device: torch.device, kind: str) -> None:
+    """Some rows of a made-up weight."""
+    form, (n, k) = KINDS[kind], (2048, 1024)
+    weight = tensor(device, n, k // UNIT * form.words, dtype=INT16)
+    scale = tensor(device, form.units(k), n, form.fields, dtype=INT16)
+    block_rows(tensor(device, 4, dtype=INT64), weight, scale, kind)
+
+
 def launches(capability: int) -> Iterator[LaunchCase]:
     """Each kind at each height of a tile; whole, gated and in partials; a prompt's values of each kind."""
     down, gate_up = (5120, 17408), (34816, 5120)
@@ -120,3 +129,4 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             blocks_product, rows=256, n=2048, k=1024, kind=kind, how="product", prefill=True
         )
         yield LaunchCase(f"{kind}-2048x1024-prompt-256", call)
+        yield LaunchCase(f"{kind}-2048x1024-gather-4", functools.partial(gather, kind=kind))
