@@ -270,8 +270,8 @@ class Step(nn.Module):
         """
         assert self.draft is not None
         assert self.kv_cache.draft is not None
-        table = self.target.embed.weight
-        return self.draft(table, token_ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
+        table, ids = self.target.embed.table_for(token_ids)
+        return self.draft(table, ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
 
     def draft_chain(
         self,

@@ -26,7 +26,13 @@ from compiled_mtp.models.draft_vocabulary import choose_draft_ids
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import FP8, describe_kept, describe_recipe, resolve_recipe
+from compiled_mtp.models.weight_format import (
+    FP8,
+    describe_kept,
+    describe_recipe,
+    packed_names,
+    resolve_recipe,
+)
 from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.spec import resolve_device
@@ -110,7 +116,7 @@ def describe_run(
     device = resolve_device(config.device)
     dtype = getattr(torch, config.resolve_dtype(device.type, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    formats = read_formats(model, path, device, recipe, dtype)
+    formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
     with_mtp = bool(model.mtp_num_layers)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     drafts = DraftPlan()
@@ -124,7 +130,8 @@ def describe_run(
     kept: dict[str, list[str]] = {}
     for parameter, form in formats.items():
         if form.has_factors:
-            kept.setdefault("four bits" if form.group else "FP8", []).append(parameter)
+            for name in packed_names(form) if form.is_packed else ("FP8",):
+                kept.setdefault(name, []).append(parameter)
     packed = multiplied_out(model, weights, formats)
     name = str(dtype).removeprefix("torch.")
     yield f"runs        on {device.type}, in {name}{describe_recipe(recipe, formats)}"

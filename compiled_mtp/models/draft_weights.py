@@ -51,15 +51,19 @@ class DraftPlan:
         """How many rows, None for all."""
         return None if self.ids is None else len(self.ids)
 
-    def make_head(self, head: torch.Tensor, take_rows: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:
-        """Copy what is needed of the target's head [V, H], of which take_rows gives the rows of ids [n]."""
+    def make_head(
+        self, take_rows: Callable[[torch.Tensor | None], torch.Tensor], device: torch.device
+    ) -> DraftHead:
+        """Return the draft head on `device`, copied from the target's head [V, H].
+
+        take_rows(ids [n]) gives rows of the whole head, take_rows(None) all rows, or those that a rank has.
+        """
         ids = None
         if self.ids is not None:
-            ids = torch.tensor(self.ids, dtype=torch.int64, device=head.device)
-        weight = head if ids is None else take_rows(ids)
+            ids = torch.tensor(self.ids, dtype=torch.int64, device=device)
         if self.has_fp8_head:
-            return DraftHead(*self._rounded(weight), ids)
-        return DraftHead() if ids is None else DraftHead(weight, None, ids)
+            return DraftHead(*self._rounded(take_rows(ids)), ids)
+        return DraftHead() if ids is None else DraftHead(take_rows(ids), None, ids)
 
     def head_bytes(self, num_rows: int, width: int, itemsize: int) -> int:
         """What `make_head` takes of the device's memory, of a head [num_rows, width] of such items."""

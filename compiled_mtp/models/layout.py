@@ -145,8 +145,8 @@ def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
     whole = dict(layout)
     for name, stored in layout.items():
         form = formats.get(stored.pieces[0].parameter)
-        # `fill_four_bits` fills the scales of four-bit codes together with the codes.
-        if form is not None and form.has_factors and not form.group:
+        # The scales of packed codes are filled together with the codes.
+        if form is not None and form.has_factors and not form.is_packed:
             pieces = tuple(_scale_piece(piece, form.block) for piece in stored.pieces)
             whole[name + form.scale_suffix] = Stored(form.scale_shape(stored.shape), pieces)
     return whole

@@ -84,8 +84,8 @@ def build(
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     config = spec.config
     buckets = ladders(_row_unit(spec, target), spec.shapes, config.max_batch, config.batch_sizes)
-    head = target.head_weight
-    draft_head_bytes = spec.drafts.head_bytes(head.shape[0], head.shape[1], head.itemsize)
+    width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
+    draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
         spec,
         free_bytes=_free_bytes(spec),
@@ -224,7 +224,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     config, model, device = spec.config, spec.model_shard, spec.device
     slots, block_size, mtp_step = config.max_batch + SPARE_SLOTS, config.block_size, spec.mtp_step
     # Before the caches are allocated: making the head takes more memory than the head itself.
-    draft_head = spec.drafts.make_head(target.head_weight, target.head_rows)
+    draft_head = spec.drafts.make_head(target.head_rows, device)
     kv_cache = KVCache(
         model, memory.num_blocks, block_size, spec.kv_dtype, device, with_draft=draft is not None
     )
@@ -263,7 +263,9 @@ def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
     units = (1, 2, 4, 8)
     each = [ladders(unit, spec.shapes, config.max_batch, config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
-    weights = [*weights_of(target.modules()), *k_splits_of(target.modules()), target.head_weight]
+    weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
+    if target.head_codes is None:
+        weights.append(target.head_weight)
     found = find_row_unit(weights, row_counts)
     # All ranks take the largest unit: units are powers of two, so it is a multiple of every rank's own.
     unit = -spec.agree(-(found or 2 * units[-1]))

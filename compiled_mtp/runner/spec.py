@@ -166,7 +166,7 @@ def resolve(
     num_threads = config.num_threads
     if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
         num_threads = 1
-    formats = read_formats(model, path, device, recipe, dtype)
+    formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
     return EngineSpec(
         config=config,
         model=model,

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from compiled_mtp.cli.main import main
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.models import weight_format
 from tests.checkpoints import write_checkpoint
+from tests.gguf_files import write_gguf
 from tests.models.stored_files import rewrite
 from tests.quantised import gptq, quantise
 
@@ -36,6 +40,21 @@ def test_a_quantised_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert said[-1].startswith("memory      ")
     # As much memory as the same checkpoint without codes.
     assert said[-1].split(",")[0] == lines(capsys, directory.with_name("model-plain"))[-1].split(",")[0]
+
+
+def test_a_gguf_file_that_stays_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256}
+    path = write_gguf(write_checkpoint(tmp_path, **sizes), tmp_path / "model.gguf", lambda _: Type.Q8_0)
+    out = lines(capsys, path)
+    assert any(line.startswith("multiplied  ") for line in out)
+    monkeypatch.setattr(weight_format, "reads_blocks", lambda device: True)
+    monkeypatch.setattr(EngineConfig, "resolve_dtype", lambda *_: "bfloat16")
+    packed = lines(capsys, path)
+    assert "kept        15 matrices in Q8_0" in packed
+    assert "runs        on cpu, in bfloat16 (15 matrices in Q8_0)" in packed
+    assert any(line.startswith("multiplied  2 weights of ") for line in packed)
 
 
 def test_fp8_and_no_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
