@@ -76,7 +76,8 @@ def sum_k_splits(
         if KIND == "NVFP4":
             scaled = ()
             for tile in tl.static_range(ROW_TILES):
-                scaled += (totals[tile] * factor[None, :],)
+                # A plain product would be contracted with the addition of another K split in the same program.
+                scaled += (tl.fma(totals[tile], tl.zeros_like(totals[tile]) + factor[None, :], 0.0),)
             totals = scaled
         return totals
     else:

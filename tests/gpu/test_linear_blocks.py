@@ -36,7 +36,8 @@ def test_rows_have_the_same_bits_and_the_values_of_float64(n: int, k: int, name:
     rounded = exact if KINDS[name].has_factor else exact.bfloat16()
     whole = linear_blocks(x, *weight, True)
     wanted = x.double() @ rounded.double().T
-    assert (whole - wanted).norm() / wanted.norm() < 1e-5
+    # One chain of K, which tensor cores truncate every 16 columns (docs/numerics.md).
+    assert (whole - wanted).norm() / wanted.norm() < max(1e-5, k / 16 * 2**-25)
     gated = linear_blocks_silu_mul(x, *weight)
     assert torch.equal(gated, silu_mul(linear_blocks(x, *weight)))
     sums = linear_blocks_partials(x, *weight, 1)[0]
