@@ -262,10 +262,11 @@ class EngineConfig(BaseSettings):
         "JSON list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
         json_schema_extra=NOT_TRACED,
     )
-    draft_head_dtype: Literal["auto", "float8_e4m3fn"] = Field(
+    draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
         default="auto",
-        description="dtype of the output head's rows that drafts read: auto for the weights' dtype, or FP8 "
-        "in blocks of 128, which takes a copy",
+        description="dtype of the weights that only drafts read, the MTP layer's linears and a copy of the "
+        "head's rows: weights for the stored ones, float8_e4m3fn for FP8 in blocks of 128, auto for FP8 on "
+        "GPUs that convert it if the model is bfloat16; no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
     seed: int | None = Field(

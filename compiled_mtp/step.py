@@ -23,11 +23,11 @@ from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.slot_tensors import SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.models.draft_head import DraftHead
+from compiled_mtp.models.draft_weights import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows, Rows
-from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear import NARROW_ROWS, linear
 from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
 from compiled_mtp.ops.window import (
     Accepted,
@@ -100,6 +100,15 @@ class Step(nn.Module):
         """
         assert self.hash_limit is not None
         self.hash_limit.fill_(-1 if rate is None else round(rate * 2**16))
+
+    def has_own_head(self, batch: int) -> bool:
+        """Whether drafts of `batch` requests read another head than the target's.
+
+        A copy of the whole head in FP8 is faster up to NARROW_ROWS rows alone; the rows of `draft_vocab` are
+        read at every size, because they are few.
+        """
+        is_whole = self.draft_ids is None
+        return self.draft_head is not None and not (is_whole and batch > NARROW_ROWS)
 
     def decode(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Run one round: verify the first S1 drafts of each request, emit its new tokens, leave S2 drafts.
@@ -261,8 +270,8 @@ class Step(nn.Module):
         """
         assert self.draft is not None
         assert self.kv_cache.draft is not None
-        table = self.target.embed.weight
-        return self.draft(table, token_ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
+        table, ids = self.target.embed.table_for(token_ids)
+        return self.draft(table, ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
 
     def draft_chain(
         self,
@@ -281,17 +290,17 @@ class Step(nn.Module):
         often than its argmax would (Daliri, Musco, Suresh, arXiv 2408.07978).
         """
         drafts, batch = [token[:, None][:, :0]], hidden.shape[0]
-        head = self.draft_head
+        head, scale = (self.draft_head, self.draft_head_scale) if self.has_own_head(batch) else (None, None)
         for i in range(num_drafts):
             if i:
                 # Draft i's input: the draft before it.
                 chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
                 hidden = self.draft_forward(token, hidden, chained)
             if head is None or self.draft_ids is None:
-                logits = self.target.logits(hidden, head, self.draft_head_scale)
+                logits = self.target.logits(hidden, head, scale)
             else:
                 # Every rank holds this head whole.
-                logits = linear(hidden, head, self.draft_head_scale, True, False)
+                logits = linear(hidden, head, scale, True, False)
             # Drafts past max_model_len take the noise of the last position: no request has room for them.
             token = self.draw(
                 logits=logits,

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
             for entry in output.logprobs or ():
                 print(f"  token {entry.token_id}, rank {entry.rank}: {entry.logprob:.2f}")
         stats = engine.stats().speculation
-        print(f"{stats.mean_new_tokens:.2f} tokens a round")
+        print(f"{stats.mean_new_tokens:.2f} tokens per round")
 
 
 if __name__ == "__main__":

@@ -194,26 +194,32 @@ def _changed(c: Mapping[str, Any], name: str, part: str, w: np.ndarray, is_next:
     return Converted(w[rows], lambda v: back(v[np.argsort(rows)]))
 
 
-def q4_k(rows: np.ndarray) -> np.ndarray:
-    """Round to blocks of Q4_K, with the scale and minimum that span each sub-block."""
-    x = rows.reshape(-1, 8, 32)
+def q5_k(rows: np.ndarray) -> np.ndarray:
+    """Round to blocks of Q5_K."""
+    return q4_k(rows, bits=5)
+
+
+def q4_k(rows: np.ndarray, bits: int = 4) -> np.ndarray:
+    """Round to blocks of Q4_K or Q5_K, with the scale and minimum that span each sub-block."""
+    x, most = rows.reshape(-1, 8, 32), (1 << bits) - 1
     low, span = np.minimum(x.min(2), 0), x.max(2) - np.minimum(x.min(2), 0)
-    d = (span.max(1) / 15 / 63).astype(np.float16)
+    d = (span.max(1) / most / 63).astype(np.float16)
     dmin = (-low.min(1) / 63).astype(np.float16)
-    scale = _codes(span / 15, d, 63)
+    scale = _codes(span / most, d, 63)
     minimum = _codes(-low, dmin, 63)
     step = d.astype(np.float32)[:, None] * scale
     offset = dmin.astype(np.float32)[:, None] * minimum
     q = np.divide(x + offset[..., None], step[..., None], out=np.zeros_like(x), where=step[..., None] > 0)
-    q = np.clip(np.rint(q), 0, 15).astype(np.uint8)
+    q = np.clip(np.rint(q), 0, most).astype(np.uint8)
     packed = np.zeros((len(x), 12), np.uint8)
     packed[:, :4] = scale[:, :4] | (scale[:, 4:] >> 4) << 6
     packed[:, 4:8] = minimum[:, :4] | (minimum[:, 4:] >> 4) << 6
     packed[:, 8:] = (scale[:, 4:] & 15) | (minimum[:, 4:] & 15) << 4
-    nibbles = q.reshape(-1, 4, 2, 32)
+    nibbles = (q & 15).reshape(-1, 4, 2, 32)
     data = (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).reshape(-1, 128)
     halves = np.stack((d, dmin), 1).view(np.uint8)
-    return np.concatenate((halves, packed, data), 1).reshape(*rows.shape[:-1], -1)
+    high = [np.asarray(sum((q[:, j] >> 4) << j for j in range(8)), np.uint8)] if bits == 5 else []
+    return np.concatenate((halves, packed, *high, data), 1).reshape(*rows.shape[:-1], -1)
 
 
 def q6_k(rows: np.ndarray) -> np.ndarray:
@@ -244,7 +250,7 @@ def _codes(values: np.ndarray, d: np.ndarray, most: int) -> np.ndarray:
 
 def encode(values: np.ndarray, kind: Type) -> np.ndarray:
     """Return the rows of a tensor in blocks of `kind`, as bytes, or as numbers if `kind` has no blocks."""
-    own = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}
+    own = {Type.Q4_K: q4_k, Type.Q5_K: q5_k, Type.Q6_K: q6_k}
     return own[kind](values) if kind in own else gguf.quants.quantize(values, kind)
 
 

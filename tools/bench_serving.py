@@ -32,7 +32,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclasses.dataclass
 class Sample:
-    """What one request gave; times in seconds from when it was sent."""
+    """The result of one request; times in seconds since it was sent."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -47,12 +47,12 @@ class Sample:
 
     @property
     def inter_token_s(self) -> float:
-        """Mean time of a token after the first."""
+        """Return the mean seconds per token after the first."""
         return (self.total_s - self.first_s) / max(1, self.output_tokens - 1)
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Return the bodies of a prompt file: {"prompt"} or {"messages"} each, with what else stands there."""
+    """Return the prompt file's objects, each with `prompt` or `messages` and any other fields."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [{"prompt": text}]
@@ -85,8 +85,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
                 if line.startswith("data: {"):
                     take(sample, json.loads(line.removeprefix("data: ")), time.perf_counter() - start)
         if sample.error is None and not sample.prompt_tokens:
-            # Else it would count as done, with no tokens.
-            sample.error = "the stream ended without usage: it was cut off, or the server does not tell it"
+            # Without an error it would count as done, with no tokens.
+            sample.error = "the stream ended without usage: it was cut off, or the server sends none"
     except httpx.HTTPError as error:
         sample.error = repr(error)
     return sample
@@ -121,16 +121,16 @@ async def run_load(
     rate: float | None,
     seed: int,
 ) -> tuple[list[Sample], float]:
-    """Send all bodies, `concurrency` at a time or, with a rate, as a Poisson process of that many a second.
+    """Send all bodies, `concurrency` at a time or, with a rate, as a Poisson process of that many per second.
 
-    Returns the samples in the order of the bodies, and the seconds in all.
+    Returns the samples in the order of the bodies, and the total seconds.
     """
     start = time.perf_counter()
     if rate is not None:
         rng = random.Random(seed)
         tasks: list[asyncio.Task[Sample]] = []
         for body in bodies:
-            # Nobody comes after the last one: that time is no part of the load.
+            # Wait only between requests: a wait after the last one is not part of the load.
             await asyncio.sleep(rng.expovariate(rate) if tasks else 0)
             tasks.append(asyncio.create_task(ask(client, body)))
         samples = list(await asyncio.gather(*tasks))
@@ -146,7 +146,7 @@ async def run_load(
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the value below which `percent` % lie, by linear interpolation; 0 of nothing."""
+    """Return the value below which `percent` % lie, by linear interpolation; 0 without values."""
     if len(values) < 2:
         return sum(values)
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -203,10 +203,10 @@ async def bench(client: httpx.AsyncClient, flags: argparse.Namespace) -> dict[st
 
 
 async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace) -> dict[str, Any]:
-    """Ask every question of every server; return how many were answered, and which outputs differ."""
+    """Send every question to every server; return how many answers match, and which outputs differ."""
     questions = read_prompts(flags.exact_match)
     if not all(str(question.get("answer", "")).strip() for question in questions):
-        # Every text begins with an empty one.
+        # Every output would match an empty answer.
         raise ValueError(
             f"every question must have an answer, got one without in {flags.exact_match}; add it"
         )
@@ -230,21 +230,21 @@ async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace)
 
 
 def count(text: str) -> int:
-    """A flag's integer from 1 on: with room for no request a run would never end."""
+    """Parse a flag's integer, at least 1: a run with room for 0 requests would never end."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
     return int(text)
 
 
 def levels(text: str) -> list[int]:
-    """A flag's integers from 1 on, separated by commas."""
+    """Parse a flag's integers, at least 1, separated by commas."""
     return [count(part) for part in text.split(",")]
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where /v1 is")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address, without /v1")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompt file")
@@ -255,7 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument("--sweep", type=levels, help="concurrencies, separated by commas")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, help="of request 0; request i has seed + i")
+    parser.add_argument("--seed", type=int, help="seed of request 0; request i has seed + i")
     parser.add_argument("--ttft-slo-ms", type=float, default=float("inf"))
     parser.add_argument("--itl-slo-ms", type=float, default=float("inf"))
     parser.add_argument("--exact-match", type=Path, help="questions and answers, .jsonl")
@@ -266,7 +266,7 @@ def make_parser() -> argparse.ArgumentParser:
 async def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Open the connections, find the model, run."""
     text = flags.api_key_file.read_text(encoding="utf-8") if flags.api_key_file else "none"
-    # As the service reads it: a line is a key.
+    # As the service reads it: one key per line.
     keys = [key for line in text.splitlines() if (key := line.strip())]
     if not keys:
         raise ValueError(f"api-key-file must hold a key, got {flags.api_key_file}, which is empty")
@@ -279,7 +279,7 @@ async def run(flags: argparse.Namespace) -> dict[str, Any]:
             answer = await clients[0].get("/v1/models")
             if answer.status_code != 200 or not answer.json().get("data"):
                 got = f"{answer.status_code}: {answer.text[:300]}"
-                raise ValueError(f"{flags.url} must list a model, got {got}; --api-key-file, or --model")
+                raise ValueError(f"{flags.url} must list a model, got {got}; set --api-key-file or --model")
             flags.model = answer.json()["data"][0]["id"]
         work: Callable[[], Awaitable[dict[str, Any]]] = (
             (lambda: bench(clients[0], flags))
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.rate is not None and not 0 < flags.rate < float("inf"):
         parser.error(f"--rate must be a number above 0, got {flags.rate}")
     if flags.against is not None and flags.exact_match is None:
-        parser.error("--against must come with --exact-match; a load is of one server")
+        parser.error("--against must come with --exact-match; a load goes to one server")
     try:
         found = asyncio.run(run(flags))
     except (ValueError, OSError, KeyError, httpx.HTTPError) as error:

@@ -6,7 +6,8 @@
 
 Random weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line per row:
 milliseconds per step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
-step must read and write, over the read bandwidth measured in the same run), their ratio, host microseconds
+step must read and write, over the read bandwidth measured in the same run), the floor with drafts in the
+weights' own dtype (`--draft-dtype weights` has no other), the ratio to the first, host microseconds
 per step (median, least and most: another process on the cores shows in it), the share of the step in which
 the GPU idles, kernels per step, tokens per second, and milliseconds per token of one request. A shape whose
 decode rows are not bit-equal between the timed buckets gets no row.
@@ -14,11 +15,11 @@ decode rows are not bit-equal between the timed buckets gets no row.
 --tensor-parallel N times one GPU and then N of them: a row's `of_one` is its step over that of one GPU, and
 `communicator_ms` the time of a step on the first GPU in the communicator's kernels, waiting for peers
 included. A kernel that is launched early first waits for the one before it: only the time after that kernel's
-end counts. Rows of several GPUs have no floor: another rank cannot be told of the launches that measure it.
+end counts. Rows of several GPUs have no floor: the other ranks do not run the launches that measure it.
 
---beside FILE adds to each row what another engine, or another commit, took for it on such a GPU. The file
-holds one JSON object per line, as this tool prints them, with at least the fields of SAVED_FIELDS; lines that
-do not begin with "{" are passed over. Several rows of one case are several measurements: the table shows the
+--beside FILE adds to each row the time of another engine, or of another commit, on the same kind of GPU. The
+file holds one JSON object per line, as this tool prints them, with at least the fields of SAVED_FIELDS; lines
+that do not begin with "{" are ignored. Several rows of one case are several measurements: the table shows the
 least and the most.
 
 The engine prefills a context from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B: 131,072
@@ -63,32 +64,44 @@ from compiled_mtp.scheduler.limits import Limits
 
 WARM_UP_STEPS, TIMED_STEPS, TRACED_STEPS = 20, 80, 4
 COMMUNICATOR_KERNELS = ("gather_kernel", "sum_kernel")
-# Two rows with equal fields are of one case.
+# Two rows that agree in these fields measure the same case.
 CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
 
 Row = Mapping[str, Any]
 
 
-def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
-    """Bytes that one step must read and write, by item; the model's shape decides, not the implementation."""
-    config, step, mtp_step = runner.spec.model, runner.step, runner.step.mtp_step
-    rows = batch * (mtp_step + 1)
+def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: bool = True) -> dict[str, float]:
+    """Bytes that one step must read and write, by item; the model's shape decides, not the implementation.
+
+    has_own_drafts: drafts read what `draft_dtype` made of their weights; else those in the dtype of the rest.
+    """
+    spec, step, mtp_step = runner.spec, runner.step, runner.step.mtp_step
+    config, rows = spec.model, batch * (mtp_step + 1)
     embedding = step.target.embed.weight
-    head = step.target.head_weight.nbytes
+    head = step.target.head_weight
+    # Of drafts' own weights, the names of those that are FP8 now.
+    rounded = spec.drafts.formats(config, spec.weight_formats).keys() - spec.weight_formats.keys()
+
+    def read_bytes(name: str, parameter: torch.Tensor) -> int:
+        if has_own_drafts or name.removesuffix("_scale") not in rounded:
+            return parameter.nbytes
+        return 0 if name.endswith("_scale") else parameter.numel() * spec.dtype.itemsize
 
     def expert_share(tokens: int) -> float:
         """Distinct experts of independently routed tokens, over all experts."""
         return 1 - (1 - config.num_experts_per_tok / config.num_experts) ** tokens
 
-    def layer_bytes(module: torch.nn.Module, tokens: int) -> float:
+    def layer_bytes(module: torch.nn.Module, tokens: int, prefix: str = "") -> float:
         total = 0.0
         for name, parameter in module.named_parameters():
-            if config.num_experts and ".ffn." in f".{name}" and parameter.dim() == 3:
-                one = parameter.nbytes / parameter.shape[0]
+            count = read_bytes(prefix + name, parameter)
+            # Stacks of experts, and their factors; groups of four-bit codes have four dimensions.
+            if config.num_experts and ".ffn." in f".{name}" and parameter.dim() >= 3:
+                one = count / parameter.shape[0]
                 total += one + one * config.num_experts * expert_share(tokens)
             else:
-                total += parameter.nbytes
+                total += count
         return total
 
     state = sum(b[0].nbytes for name, b in step.state_cache.named_buffers() if name.endswith("state"))
@@ -96,17 +109,20 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     block = kv[0].nbytes / step.kv_cache.block_size
     items = {
         "target_layers": sum(layer_bytes(layer, rows) for layer in step.target.layers),
-        "target_head": float(head),
+        "target_head": float(head.nbytes),
         "gdn_state": 2.0 * state * batch,
         "target_kv": block * context * batch * config.num_attention_layers,
         "embedding": float(rows * embedding[0].nbytes),
     }
     if step.draft is not None:
-        chain = (mtp_step - 1) * layer_bytes(step.draft, batch)
-        items["draft_layers"] = layer_bytes(step.draft, rows) + chain
-        own = (step.draft_head, step.draft_head_scale)
-        rows_read = sum(part.nbytes for part in own if part is not None) or head
-        items["draft_heads"] = float(rows_read * mtp_step)
+        chain = (mtp_step - 1) * layer_bytes(step.draft, batch, "mtp.")
+        items["draft_layers"] = layer_bytes(step.draft, rows, "mtp.") + chain
+        own = [part for part in (step.draft_head, step.draft_head_scale) if part is not None]
+        if has_own_drafts and step.has_own_head(batch):
+            head_bytes = sum(part.nbytes for part in own)
+        else:
+            head_bytes = (spec.drafts.num_ids or len(head)) * head[0].nbytes
+        items["draft_heads"] = float(head_bytes * mtp_step)
         items["draft_kv"] = block * context * batch * mtp_step
     return items
 
@@ -119,13 +135,13 @@ class Loop:
     scheduler: Scheduler
 
     def step(self) -> int:
-        """One step; the number of new tokens."""
+        """Run one step; return the number of new tokens."""
         self.scheduler.update(self.runner.run(self.scheduler.schedule()))
         return sum(len(output.new_token_ids) for output in self.scheduler.take_outputs())
 
 
 def start_loop(runner: Runner, batch: int, context: int) -> Loop:
-    """`batch` requests with `context` tokens each, prefilled."""
+    """Return a loop with `batch` prefilled requests of `context` tokens each."""
     spec, memory = runner.spec, runner.memory
     chunk = spec.prefill_chunk
     limits = Limits(
@@ -155,7 +171,7 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T in float32, of a weight as a module holds it."""
+    """Return x @ weight.T in float32 for a weight and scale as a module stores them."""
     if weight.dtype == torch.int16:
         assert scale is not None
         return linear_w4a16(x, weight, scale, True)
@@ -183,13 +199,13 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
 
 
 def end_loop(loop: Loop) -> None:
-    """Forget what still runs; the runner, and its ranks, stay."""
+    """Forget the requests that still run; the runner and its ranks stay."""
     loop.scheduler.forget_all()
     loop.runner.drop_launches()
 
 
 class Timed(NamedTuple):
-    """Steps by the clock: seconds of each, host microseconds of each, new tokens and seconds of all."""
+    """Times of steps: seconds and host microseconds of each step, new tokens and seconds of all."""
 
     step_s: list[float]
     host_us: list[float]
@@ -198,12 +214,12 @@ class Timed(NamedTuple):
 
 
 def time_steps(loop: Loop) -> Timed:
-    """TIMED_STEPS of a loop that has just started."""
+    """Time TIMED_STEPS steps of a loop that has just started."""
     runner = loop.runner
     for _ in range(WARM_UP_STEPS):
         loop.step()
     torch.cuda.synchronize()
-    # What is in flight has ended by now: its result would be a step's tokens in no time.
+    # The launch in flight has ended: take its result now, or it would count as a step without time.
     loop.step()
     runner.waited_s = 0.0
     times, host_times, tokens = [], [], 0
@@ -219,7 +235,7 @@ def time_steps(loop: Loop) -> Timed:
 
 
 def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
-    """One row of the table, but for its kernels, from a loop that has just started."""
+    """Return one row of the table, without its kernels, from a loop that has just started."""
     runner = loop.runner
     times, host_times, tokens, total = time_steps(loop)
     assert len(loop.scheduler.running) == batch, "requests ended before the measurement did"
@@ -240,10 +256,12 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
     gpu_ms = gpu_time_ms(loop)
     half = context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
     items = floor_bytes(runner, batch, half)
-    floor_ms = 1e3 * sum(items.values()) / bandwidth
+    plain = floor_bytes(runner, batch, half, has_own_drafts=False)
+    floor_ms, plain_ms = (1e3 * sum(each.values()) / bandwidth for each in (items, plain))
     return row | {
         "gpu_ms": round(gpu_ms, 3),
         "floor_ms": round(floor_ms, 3),
+        "floor_weights_ms": round(plain_ms, 3),
         "ratio": round(step_ms / floor_ms, 3),
         "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
         "bytes": {name: round(value) for name, value in items.items()},
@@ -251,14 +269,14 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
 
 
 def launch(loop: Loop, batch: int) -> None:
-    """One round of `batch` of the loop's requests on the GPU alone; its result is not read."""
+    """Launch one round of `batch` of the loop's requests on the GPU; its result is not read."""
     slots = tuple(sorted(loop.scheduler.running))[:batch]
     loop.runner.programs.decode(slots, RoundShape(*[loop.runner.step.mtp_step] * 2))
 
 
 @torch.no_grad()
 def gpu_time_ms(loop: Loop) -> float:
-    """Milliseconds of the GPU alone for one step: launches back to back, which the host runs ahead of."""
+    """Return the GPU's milliseconds per step: launches back to back, with the host ahead of the GPU."""
     spans, batch = [], len(loop.scheduler.running)
     launch(loop, batch)
     torch.cuda.synchronize()
@@ -275,11 +293,11 @@ def gpu_time_ms(loop: Loop) -> float:
 
 @torch.no_grad()
 def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
-    """`own_spans` of TRACED_STEPS steps of `batch` of the loop's requests.
+    """Return `own_spans` of TRACED_STEPS steps of `batch` of the loop's requests.
 
-    One GPU takes the first of them, which may have gained some tokens while the others were prefilled.
-    Several GPUs take the engine's steps, which every rank is told of. A profiler that was once attached makes
-    all later launches cost the host more: nothing is timed after this.
+    One GPU runs rounds of the first `batch` requests, which may have gained some tokens while the others were
+    prefilled. Several GPUs run the engine's steps, which reach every rank. Time nothing after this: once a
+    profiler was attached, every launch costs the host more.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -294,7 +312,7 @@ def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
 
 
 def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
-    """Kernels in the order in which they end: name, microseconds since the one before ended.
+    """Return (name, microseconds since the kernel before ended), in the order in which kernels end.
 
     Dependent launches overlap, so a kernel's own span would count the time in which it only waits.
     """
@@ -311,9 +329,9 @@ def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
 def measure_all(
     runner: Runner, batches: list[int], context: int, bandwidth: float
 ) -> Iterator[tuple[dict[str, Any], list[tuple[str, float]]]]:
-    """The rows and the kernels of TRACED_STEPS steps, traced when all has been timed.
+    """Yield each row and the kernels of TRACED_STEPS steps; all batches are timed before any is traced.
 
-    One GPU traces with the requests of the largest batch: to prefill others takes longer than to time them.
+    One GPU traces the requests of the largest batch: prefilling others would take longer than timing them.
     """
     rows = []
     for batch in batches:
@@ -333,14 +351,14 @@ def measure_all(
 
 
 def communicator_ms(kernels: Sequence[tuple[str, float]]) -> float:
-    """Milliseconds per step in the communicator's kernels."""
-    # Whole names: torch has a kernel whose name ends as one of ours.
+    """Return the milliseconds per step in the communicator's kernels."""
+    # Whole names: torch has a kernel whose name ends like one of ours.
     spans = [us for name, us in kernels if name in COMMUNICATOR_KERNELS or name.startswith("nccl")]
     return round(sum(spans) / TRACED_STEPS / 1e3, 3)
 
 
 def print_kernels(kernels: Sequence[tuple[str, float]]) -> None:
-    """Where a step's time goes, by kernel, in the mean of TRACED_STEPS steps."""
+    """Print a step's time by kernel, as the mean of TRACED_STEPS steps."""
     by_name: dict[str, list[float]] = {}
     for name, span in kernels:
         by_name.setdefault(name, []).append(span)
@@ -351,7 +369,7 @@ def print_kernels(kernels: Sequence[tuple[str, float]]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The saved rows of a file; raises ValueError for a row without a field, or a file without rows."""
+    """Return the saved rows of a file. Raises ValueError for a missing field or a file without rows."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     rows = [{"ranks": 1} | json.loads(line) for line in lines if line.lstrip().startswith("{")]
     missing = [sorted(SAVED_FIELDS - row.keys()) for row in rows]
@@ -362,7 +380,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def rows_beside(saved: Sequence[Row], row: Row) -> dict[str, list[float]]:
-    """Milliseconds per step of each engine that measured the case of `row`, in the file's order."""
+    """Return the milliseconds per step of each engine that measured the case of `row`, in file order."""
     found: dict[str, list[float]] = {}
     for other in saved:
         if all(other[name] == row[name] for name in CASE_FIELDS):
@@ -371,7 +389,7 @@ def rows_beside(saved: Sequence[Row], row: Row) -> dict[str, list[float]]:
 
 
 def describe_beside(beside: Mapping[str, Sequence[float]], step_ms: float) -> str:
-    """ "vLLM 0.26.0 18.900 to 20.100 ms (1.21 to 1.29 of ours)" of each engine; empty without any."""
+    """ "vLLM 0.26.0 18.900 to 20.100 ms (1.21 to 1.29 of ours)" for each engine, "" for none."""
     texts = []
     for engine, times in beside.items():
         ends = sorted({min(times), max(times)})
@@ -415,11 +433,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
     )
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
-    parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
-    parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time N GPUs beside one")
+    parser.add_argument(
+        "--draft-dtype", default="auto", help="dtype of what only drafts read: auto, weights or float8_e4m3fn"
+    )
+    parser.add_argument("--kernels", action="store_true", help="print a step's time by kernel")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time one GPU, then N")
     parser.add_argument("--exchange", default="auto", help="of several GPUs: auto, symmetric or nccl")
-    parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to stand beside ours")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to ours")
     return parser
 
 
@@ -445,7 +465,7 @@ def main() -> None:
         run(arguments, batches, *cases[0], saved)
         return
     for depth, mode in cases:
-        # In a process of its own: what one has traced would slow down the next.
+        # Each case has its own process: one that was traced would slow down the next.
         given = [*sys.argv[1:], "--mtp-step", str(depth), "--graph-mode", mode]
         status = subprocess.run([sys.executable, __file__, *given]).returncode
         if status:
@@ -455,11 +475,11 @@ def main() -> None:
 def config_of(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int
 ) -> EngineConfig:
-    """The engine of one depth, graph mode and number of GPUs."""
-    # A short chunk costs a start that compiles least, but the first requests gain tokens while the others are
-    # prefilled; of a long context every chunk reads every weight.
+    """Return the config for one depth, graph mode and number of GPUs."""
+    # A short chunk compiles fastest, but the first requests gain tokens while the others are prefilled, and
+    # every chunk of a long context reads every weight.
     prefill_chunk = 2048 if arguments.context > 4096 else 512 if mode == "uncompiled" else 64
-    # What the first request gains in the rounds between the others' chunks.
+    # The tokens that the first request gains in the rounds between the others' chunks.
     gained = max(64, -(-arguments.context // prefill_chunk) * (mtp_step + 1)) * max(batches)
     return EngineConfig(
         model=Path(__file__),
@@ -476,8 +496,8 @@ def config_of(
         # The rate of one draft is a property of the model: the same at every depth.
         synthetic_acceptance=rate_for(arguments.accept, 3),
         draft_vocab=arguments.draft_vocab,
-        draft_head_dtype=arguments.draft_head_dtype,
-        # Nothing here is prefilled twice: its memory is the blocks'.
+        draft_dtype=arguments.draft_dtype,
+        # No prompt comes twice: the cache's memory is better used for blocks.
         prefix_cache=False,
         tensor_parallel=ranks,
         exchange=arguments.exchange if ranks > 1 else "auto",
@@ -488,7 +508,7 @@ def run(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
 ) -> None:
     """Time one depth and graph mode on one GPU, and on several."""
-    # Where other ranks find what fills their weights.
+    # Here the other ranks find the module with `fill_random`.
     paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     bandwidth = read_bandwidth()
@@ -507,7 +527,7 @@ def run(
 def time_ranks(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int, bandwidth: float
 ) -> Iterator[dict[str, Any]]:
-    """The rows of so many GPUs."""
+    """Yield the rows of `ranks` GPUs."""
     begin, loaded = time.perf_counter(), list[float]()
 
     def fill(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -530,6 +550,7 @@ def time_ranks(
         "shape": arguments.shape,
         "weights": f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16",
         "recipe": arguments.fp8 or "bf16",
+        "draft_dtype": "float8_e4m3fn" if spec.drafts.has_fp8_linears else "weights",
         "ranks": ranks,
         "mtp_step": mtp_step,
         "graph_mode": str(runner.programs.graph_mode) if mode == "auto" else mode,
@@ -546,8 +567,9 @@ def time_ranks(
 
 
 def print_row(row: Row, saved: Sequence[Row]) -> None:
-    """A row as text, the saved rows of its case, and both as JSON."""
-    floor = "floor {floor_ms:.3f}  ratio {ratio:.2f}  gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
+    """Print a row as text, the saved rows of its case, and both as JSON."""
+    floor = "floor {floor_ms:.3f} ({floor_weights_ms:.3f} with drafts in the weights' dtype)  "
+    floor += "ratio {ratio:.2f}  gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
     ranks = "GPUs {ranks}  communicator {communicator_ms:.3f}"
     print(
         "S={mtp_step} {graph_mode:15} B={batch:<3} step {step_ms:7.3f} ms  "

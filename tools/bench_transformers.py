@@ -2,12 +2,12 @@
 
     python tools/bench_transformers.py --prompt-file examples/prompts.jsonl --max-tokens 128
 
-Greedy, float32, one prompt at a time and all of it in every turn, both warmed up; the engine uncompiled at
-mtp_step 0 and at --mtp-step. The tokens must be the same first (transformers computes in another order, so a
-position where its two best logits are closer than 1e-3 may differ, and what follows with it). The three take
-turns prompt by prompt, so that they meet the same neighbours of the machine. Ends in one JSON line: tokens a
-second, and ratios to transformers on the same prompt in the same turn; medians over prompts and --repeats
-turns.
+Greedy, float32, one prompt at a time and the whole prompt in every turn, after a warm-up; the engine runs
+uncompiled at mtp_step 0 and at --mtp-step. Tokens are checked first: each must be the argmax of transformers'
+logits after the tokens before it, unless the two best logits are closer than 1e-3, since transformers
+computes in another order. Then the three take turns prompt by prompt, so that other load on the machine slows
+all of them. Prints one JSON line: tokens per second, and ratios to transformers on the same prompt in the
+same turn; medians over prompts and --repeats turns.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ Way = Callable[[list[int]], list[int]]
 
 
 def check_same(model: Any, prompt: list[int], ours: list[int]) -> None:
-    """Raise AssertionError where a token is not the argmax of transformers' logits and the choice was
-    clear."""
+    """Raise AssertionError if a token is not transformers' argmax, although the choice is clear."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ours])).logits[0, len(prompt) - 1 : -1]
     best = logits.topk(2).values
@@ -54,21 +53,24 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mtp-step", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--clock", choices=("wall", "processor"), default="wall", help="processor: where others compute too"
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="processor: on a machine with other load",
     )
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     return parser.parse_args(argv)
 
 
 def open_engine(arguments: argparse.Namespace, mtp_step: int) -> Engine:
-    """The engine, uncompiled, of one depth."""
+    """Return an uncompiled engine of one depth."""
     return Engine(
         EngineConfig(
             model=arguments.model,
             device="cpu",
             mtp_step=mtp_step,
             max_batch=1,
-            # Or a prompt's second turn would resume where its first was, and transformers' begins anew.
+            # With the cache a prompt's second turn would skip its prefill, which transformers repeats.
             prefix_cache=False,
             num_threads=arguments.num_threads,
         )
@@ -76,7 +78,7 @@ def open_engine(arguments: argparse.Namespace, mtp_step: int) -> Engine:
 
 
 def make_ways(model: Any, engines: Mapping[int, Engine], max_tokens: int) -> dict[str, Way]:
-    """Every way to decode a prompt to so many tokens, by name; that of no drafts is the second."""
+    """Return the ways to decode a prompt to max_tokens tokens, by name; the second drafts nothing."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
     def with_engine(step: int, prompt: list[int]) -> list[int]:
@@ -100,11 +102,11 @@ def make_ways(model: Any, engines: Mapping[int, Engine], max_tokens: int) -> dic
 
 
 def check_ways(ways: Mapping[str, Way], model: Any, prompt: list[int], max_tokens: int) -> None:
-    """Raise AssertionError unless every way makes so many tokens, and the same; warms them up, too."""
+    """Raise AssertionError unless all ways give max_tokens tokens, and the same ones; also warms them up."""
     outputs = {name: way(prompt) for name, way in ways.items()}
     _, plain, *drafted = outputs.values()
     assert all(output == plain for output in drafted), "tokens depend on mtp_step"
-    # Speeds are of so many: none may have ended before, as where the context is full.
+    # Speeds count max_tokens tokens: no way may end earlier, for example because the context is full.
     made = {name: len(output) for name, output in outputs.items()}
     is_whole = set(made.values()) == {max_tokens}
     assert is_whole, f"every way must make --max-tokens tokens, got {made}; lower it"
@@ -112,7 +114,7 @@ def check_ways(ways: Mapping[str, Way], model: Any, prompt: list[int], max_token
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Check, time by turns and print."""
+    """Check, time in turns, and print."""
     arguments = parse_flags(argv)
     torch.set_num_threads(arguments.num_threads)
     from transformers import AutoModelForCausalLM

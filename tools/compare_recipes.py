@@ -26,7 +26,7 @@ from default_model_training import data
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 
-PIECE, PREFIX = 100, 256
+CONTINUATION, PREFIX = 100, 256
 
 
 def start(model: Path, recipe: str, arguments: argparse.Namespace) -> Engine:
@@ -37,7 +37,7 @@ def start(model: Path, recipe: str, arguments: argparse.Namespace) -> Engine:
         compile="off",
         prefix_cache=False,
         weight_recipe=recipe,
-        max_model_len=max(arguments.window, PREFIX + PIECE) + 1,
+        max_model_len=max(arguments.window, PREFIX + CONTINUATION) + 1,
         max_batch=4,
     )
     return Engine(config)
@@ -52,7 +52,7 @@ def read_windows(engine: Engine, paths: Sequence[Path], length: int) -> list[lis
 
 
 def continue_greedily(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(max_tokens=PIECE, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=CONTINUATION, temperature=0.0, ignore_eos=True)
     return [output.new_token_ids for output in engine.generate(prompts, params)]
 
 
@@ -75,14 +75,15 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40, help="most windows to compute the loss over")
     parser.add_argument("--tokens", type=int, default=1000, help="greedy tokens to compare")
     arguments = parser.parse_args()
-    for name, least in (("tokens", PIECE), ("windows", 1)):
+    for name, least in (("tokens", CONTINUATION), ("windows", 1)):
         if (got := getattr(arguments, name)) < least:
             parser.error(f"--{name} must be at least {least}, got {got}; raise it")
     plain = start(arguments.checkpoint, "auto", arguments)
     windows = read_windows(plain, arguments.text, arguments.window)
-    prompts = [window[:PREFIX] for window in windows[: arguments.tokens // PIECE]]
-    if len(prompts) < arguments.tokens // PIECE:
-        parser.error(f"text must give {arguments.tokens // PIECE} windows, got {len(prompts)}; give more")
+    needed = arguments.tokens // CONTINUATION
+    prompts = [window[:PREFIX] for window in windows[:needed]]
+    if len(prompts) < needed:
+        parser.error(f"text must give {needed} windows, got {len(prompts)}; give more")
     windows = windows[: arguments.windows]
     wanted = continue_greedily(plain, prompts)
     whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, wanted, strict=True)]
@@ -91,7 +92,7 @@ def main() -> None:
     engines += [(recipe, start(arguments.quantized, recipe, arguments)) for recipe in ("w8a16", "w8a8")]
     for name, engine in engines:
         logprobs = [logprob for scored in score(engine, windows) for logprob, _ in scored]
-        ranks = [rank for scored in score(engine, whole) for _, rank in scored[-PIECE:]]
+        ranks = [rank for scored in score(engine, whole) for _, rank in scored[-CONTINUATION:]]
         own = continue_greedily(engine, prompts)
         same = [[a == b for a, b in zip(*pair, strict=True)] for pair in zip(own, wanted, strict=True)]
         result[name] = {
@@ -100,7 +101,7 @@ def main() -> None:
             "until_difference": sum([*one, False].index(False) for one in same) / len(same),
         }
         print(f"{name}: {result[name]}", file=sys.stderr)
-    result |= {"windows": len(windows), "window": arguments.window, "tokens": len(prompts) * PIECE}
+    result |= {"windows": len(windows), "window": arguments.window, "tokens": len(prompts) * CONTINUATION}
     print(json.dumps(result))
 
 

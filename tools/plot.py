@@ -105,7 +105,7 @@ def draw(plot: str, lines: Mapping[str, Points], title: str, file: Path) -> None
     for index, (label, points) in enumerate(lines.items()):
         colour, marker = COLOURS[index % len(COLOURS)], "os^Dv*"[index % 6]
         axes.plot(list(points), list(points.values()), marker=marker, color=colour, label=label)
-    ticks = sorted({place for points in lines.values() for place in points})
+    ticks = sorted({x for points in lines.values() for x in points})
     if scale == "log":
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])

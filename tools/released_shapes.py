@@ -68,10 +68,10 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             parameter.uniform_(-4.0, -1.0)
         elif parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
-        elif name.endswith("_scale") and parameter.dim() == 3:
-            # Scale and zero point of each group, [K / group, N, 2]; codes lie about 4 from the zero point.
-            groups, rows, _ = parameter.shape
-            columns = 4 * parameters[name.removesuffix("_scale")].shape[1]
+        elif name.endswith("_scale") and parameters[name.removesuffix("_scale")].dtype == torch.int16:
+            # Scale and zero point of each group [..., K / group, N, 2]; codes lie about 4 from zero points.
+            groups, rows, _ = parameter.shape[-3:]
+            columns = 4 * parameters[name.removesuffix("_scale")].shape[-1]
             scales = torch.full((rows, groups), 0.7 * columns**-0.5 / 4, dtype=parameter.dtype)
             parameter.copy_(pack_groups(scales, torch.full((rows, groups), 8)))
         elif parameter.dtype == torch.int16:

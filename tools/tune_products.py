@@ -1,21 +1,21 @@
 """Measure ways to run the products of a decode step on this GPU, and write the fastest to the tables.
 
-    python tools/tune_products.py narrow                              # 1 to 16 rows: tiles, parts of K
+    python tools/tune_products.py narrow                              # 1 to 16 rows: tiles, K splits
     python tools/tune_products.py narrow --shapes 27b --recipes bf16 --weights down,gdn_out  # no bit changes
-    python tools/tune_products.py held --shapes 0.8b                  # 1 to 16 rows: weights in shared memory
-    python tools/tune_products.py tall --rows 128,32 --weights gdn_out --output FILE     # 17 to 256 rows
+    python tools/tune_products.py resident --shapes 0.8b              # 1 to 16 rows: weights in shared memory
+    python tools/tune_products.py large-m --rows 128,32 --weights gdn_out --output FILE  # 17 to 256 rows
     python tools/tune_products.py w8a8 --rows 4,32,128 --output FILE  # FP8 rows, either operand on the left
 
-Kernels are first compiled without a GPU, in many processes, then run in one that is killed when a kernel
-hangs. The bits of each way are compared with the operator's before it is timed, at the number of rows and at
-fewer, on weights rotated beyond L2; no way with other bits enters a table but where the table decides them:
-of up to 16 rows, where no norm follows. Of a product before a norm the time with that norm decides. A line is
-printed as soon as it is known, in microseconds and as a ratio to only reading the weight; the last lines name
-the fastest, and --out writes them.
+Kernels are first compiled without a GPU, in many processes, then run in one process that is killed when a
+kernel hangs. Before a way is timed, its bits are compared with the operator's, at the number of rows and at
+fewer. A way with other bits never enters a table, except where the table itself decides the bits: up to 16
+rows, where no norm follows. Weights rotate through more memory than L2. For a product before a norm, the time
+with that norm decides. A line is printed as soon as it is known, in microseconds and as a ratio to only
+reading the weight; the last lines name the fastest ways, and --output writes them.
 
-`narrow` and `held` let the best tiles of a weight compete inside a stack of the model's own layers. A new
+`narrow` and `resident` let the best tiles of a weight compete inside a stack of the model's own layers. A new
 table of `narrow` changes the numbers of a model, but never with the number of rows; no other kind changes a
-bit. `held` ends in one JSON line: the stack's microseconds with no weight held, before, and after.
+bit. `resident` ends in one JSON line: the stack's microseconds without resident weights, before, and after.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from deadlines import run_jobs
 from op_cases import SHAPES
 from product_tuning import candidates
-from product_tuning.stack import STACK_LAYERS, HeldTuner, Stack, choose_config
+from product_tuning.stack import STACK_LAYERS, ResidentTuner, Stack, choose_config
 from product_tuning.ways import FEW_ROWS, Product, Way, call, empty_inputs, time_way
 from record_launches import Launch, record
 
@@ -47,17 +47,17 @@ from compiled_mtp.ops.linear.resident_config import RESIDENT_TABLE
 from compiled_mtp.ops.linear_w8a8 import large_m_config as w8a8_config
 
 COMPILE_SECONDS, STACK_SECONDS, TIME_SECONDS = 60.0, 300.0, 20.0
-# Of a narrow product: how many of each kind compete in the stack, and half of a processor's shared memory.
+# For `narrow`: how many tiles of each kind compete in the stack, and half of a processor's shared memory.
 FINALISTS, LITTLE_SHARED_BYTES = 6, 114 * 1024
 NOT_IN_A_STACK = ("lm_head", "mtp_fc")
 T = TypeVar("T")
-# By a product's name in its table and the most rows that share the entry: microseconds, and the way.
+# By a product's name in its table and the most rows that share the entry: microseconds and the way.
 Best = dict[tuple[str, int], tuple[float, Way]]
 Table = dict[str, Any]
 
 
 def launches_of(way: Way) -> list[Launch]:
-    """The kernels of a way, as Triton would compile them on a GPU."""
+    """Return the kernels of a way, as Triton would compile them on a GPU."""
 
     def launch(device: torch.device) -> None:
         for rows in dict.fromkeys((*FEW_ROWS, way.rows)):
@@ -67,7 +67,7 @@ def launches_of(way: Way) -> list[Launch]:
 
 
 def compile_way(way: Way) -> str:
-    """Compile what a way launches into Triton's cache, without a GPU."""
+    """Compile a way's kernels into Triton's cache, without a GPU."""
     for launch in launches_of(way):
         launch.compile()
     return ""
@@ -80,15 +80,15 @@ def compile_stack(shape_and_rows: tuple[str, int]) -> str:
 
 
 def describe_way(way: Way) -> str:
-    """What the kernels of a way take, and which tensor-core products they hold, in words."""
-    # It hides the GPU from a process that imports it, as this one may.
+    """Return the resources of a way's kernels and their tensor-core instructions, as text."""
+    # Imported only in a worker: kernel_table hides the GPU from its process.
     from kernel_table import products_of, resources_of
 
     return "; ".join(f"{resources_of(one)} {products_of(one)}" for one in launches_of(way))
 
 
 def distinct(ways: Iterable[Way]) -> list[Way]:
-    """One of the ways that launch the same kernels."""
+    """Return one way for each set of equal kernels."""
     found: dict[object, Way] = {}
     for way in ways:
         if way.kernel != "cuBLAS":
@@ -99,7 +99,7 @@ def distinct(ways: Iterable[Way]) -> list[Way]:
 def run_phase(
     work: Callable[[Any], str], jobs: list[T], workers: int, seconds: float, until: float = float("inf")
 ) -> Iterator[tuple[T, str]]:
-    """Jobs and their texts until that time."""
+    """Yield jobs and their texts until the time `until` (time.monotonic)."""
     for index, text in run_jobs(work, jobs, workers, seconds):
         yield jobs[index], text
         if time.monotonic() > until:
@@ -108,7 +108,7 @@ def run_phase(
 
 
 def compile_all(ways: list[Way], flags: argparse.Namespace) -> None:
-    """Compile the kernels of all ways, or with --compile-only describe them too, and name what fails."""
+    """Compile the kernels of all ways, with --compile-only also describe them; print failures."""
     work = describe_way if flags.compile_only else compile_way
     begin, until = time.monotonic(), float("inf") if flags.compile_only else flags.until
     for way, text in run_phase(work, distinct(ways), flags.workers, COMPILE_SECONDS, until):
@@ -118,19 +118,21 @@ def compile_all(ways: list[Way], flags: argparse.Namespace) -> None:
 
 
 def entry_of(way: Way) -> tuple[str, int]:
-    """Where the fastest of a way's rivals stands: in a table of tiles, else for this number of rows alone."""
+    """Return the key under which a way competes: an entry of a table of tiles, or just its number of rows."""
     own = way.product
     if way.kernel == "operator" or way.is_narrow:
         return own.label, way.rows
     if own.recipe == "w8a8":
         name = w8a8_config.product_name(own.n, own.k, way.count, own.k // own.k_splits)
         return name, w8a8_config.row_class(way.rows)
-    return own.tall(way.count).name, large_m_config.row_class(way.rows)
+    return own.large_m(way.count).name, large_m_config.row_class(way.rows)
 
 
 def fields_of(tile: object) -> list[Any] | None:
-    """What a table holds of a tile: its fields, without flags at the end that are not set. Of a tile with the
-    weight on the left, or of none, it holds that it is faster."""
+    """Return a table's entry for a tile: its fields, without trailing flags that are not set.
+
+    None, for no tile or one with the weight on the left, says that no large-M tile is faster.
+    """
     if not isinstance(tile, large_m_config.LargeMTile | w8a8_config.LargeMTile):
         return None
     fields = [*astuple(tile)]
@@ -140,7 +142,7 @@ def fields_of(tile: object) -> list[Any] | None:
 
 
 def show(way: Way, text: str, best: Best) -> None:
-    """Print what was found of a way; keep the fastest of its rivals that has the same bits."""
+    """Print the result of a way; store it in `best` if it is the fastest of its rivals with the same bits."""
     if not text.startswith("{"):
         print(f"{way.label} {text}", flush=True)
         return
@@ -156,7 +158,7 @@ def show(way: Way, text: str, best: Best) -> None:
 
 
 def merged(best: Best, table: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The table of tiles with what was found."""
+    """Return the table of tiles with the best ways entered."""
     entries = {name: dict(rows) for name, rows in table.items()}
     for (name, rows), (_, way) in best.items():
         if way.kernel != "operator":
@@ -165,7 +167,7 @@ def merged(best: Best, table: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def write_table(table: Mapping[str, Any], path: Path) -> None:
-    """Write a table in the order of the names' numbers, a line for each list of fields."""
+    """Write a table in the order of the names' numbers, one line per list of fields."""
 
     def order(pair: tuple[str, Any]) -> list[Any]:
         return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", pair[0])]
@@ -182,12 +184,15 @@ def write_table(table: Mapping[str, Any], path: Path) -> None:
 
 
 def finalists(ranked: list[tuple[float, LinearConfig]], product: Product) -> list[LinearConfig]:
-    """The fastest, the fastest of those beside which the next product's programs fit, and of one step."""
+    """Return the fastest configurations, the fastest with little shared memory, and those of one step.
+
+    Little: the next product's programs fit on a processor next to theirs.
+    """
     processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def takes_little(config: LinearConfig) -> bool:
-        places = -(-(-(-product.n // config.block_n) * config.split) // processors)
-        return places * config.num_stages * config.stage_bytes(2, 2) <= LITTLE_SHARED_BYTES
+        programs = -(-(-(-product.n // config.block_n) * config.split) // processors)
+        return programs * config.num_stages * config.stage_bytes(2, 2) <= LITTLE_SHARED_BYTES
 
     order = [config for _, config in sorted(ranked, key=lambda pair: pair[0])]
     one_step = [config for config in order if config.is_one_step(product.k)]
@@ -196,8 +201,10 @@ def finalists(ranked: list[tuple[float, LinearConfig]], product: Product) -> lis
 
 
 def tune_narrow(flags: argparse.Namespace) -> None:
-    """Rank the configurations of each weight among the kernels around it, then let the best of them compete
-    in a stack; weights that are in none have the fastest."""
+    """Rank each weight's configurations among the kernels around it, then let the best compete in a stack.
+
+    A weight that is in no stack gets its fastest configuration.
+    """
     arch, (rows, *_) = device_of(torch.cuda.current_device()).arch, flags.rows
     capability = int(arch.removeprefix("sm_"))
     products = candidates.products_of(flags.shapes, flags.recipes, flags.weights)
@@ -213,7 +220,7 @@ def tune_narrow(flags: argparse.Namespace) -> None:
     for job, text in run_phase(compile_stack, stacks, len(stacks), STACK_SECONDS):
         if text:
             print(f"{job}: {text}", flush=True)
-    # The one that `linear` reads: what is chosen takes effect at once.
+    # The dict that `linear` reads: a choice takes effect at once.
     table = read_table()
     entries = table.setdefault(arch, {})
     ranked: dict[Product, list[tuple[float, LinearConfig]]] = {}
@@ -228,7 +235,8 @@ def tune_narrow(flags: argparse.Namespace) -> None:
         if product.recipe != "bf16" or product.name in NOT_IN_A_STACK:
             entries[name_of(product)] = [*astuple(rivals[name_of(product)][0])[1:-1]]
     for shape, _ in stacks:
-        # By name: two weights of one size share an entry. The largest first; once more when all have changed.
+        # By name: two weights of one size share an entry. The largest first, in two passes: after the first
+        # pass all neighbours may have changed.
         own = candidates.products_of([shape], ["bf16"], flags.weights, NOT_IN_A_STACK)
         names = dict.fromkeys(map(name_of, sorted(own, key=lambda one: -one.n * one.k)))
         stack = Stack(shape, rows)
@@ -241,20 +249,20 @@ def tune_narrow(flags: argparse.Namespace) -> None:
 
 
 def name_of(product: Product) -> str:
-    """A product's name in the table of few rows."""
+    """Return a product's name in the table for few rows."""
     return f"{product.n}x{product.k} {dtype_name(product.weight_dtype)}"
 
 
-def tune_held(flags: argparse.Namespace) -> None:
-    """Choose how products of few rows hold their weights, inside a stack of one shape's layers."""
+def tune_resident(flags: argparse.Namespace) -> None:
+    """Choose tiles for resident weights of products of few rows, inside a stack of one shape's layers."""
     (shape, *_), (rows, *_) = flags.shapes, flags.rows
-    tuner = HeldTuner(shape, rows)
+    tuner = ResidentTuner(shape, rows)
     before = dict(tuner.table)
     tuner.table.clear()
     plain = tuner.stack_us()
     tuner.table.update(before)
     was = tuner.stack_us()
-    # The largest first; once more when all have changed.
+    # The largest first, in two passes: after the first pass all neighbours may have changed.
     for name in sorted(tuner.names, key=lambda name: -tuner.names[name][0] * tuner.names[name][1]) * 2:
         print(tuner.tune(name, flags.until), flush=True)
     found = tuner.stack_us()
@@ -265,10 +273,10 @@ def tune_held(flags: argparse.Namespace) -> None:
 
 
 def tune_tiles(flags: argparse.Namespace) -> None:
-    """Compile, check and time the ways of `tall` or `w8a8`, and name the fastest."""
+    """Compile, check and time the ways of `large-m` or `w8a8`, and name the fastest."""
     products = candidates.products_of(flags.shapes, flags.recipes, flags.weights, candidates.NOT_TIMED)
-    if flags.kind == "tall":
-        products = [product for product in products if candidates.is_tall(product)]
+    if flags.kind == "large-m":
+        products = [product for product in products if candidates.fits_large_m(product)]
     ways = [
         way
         for product in products
@@ -290,33 +298,35 @@ def tune_tiles(flags: argparse.Namespace) -> None:
 
 KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "narrow": tune_narrow,
-    "held": tune_held,
-    "tall": tune_tiles,
+    "resident": tune_resident,
+    "large-m": tune_tiles,
     "w8a8": tune_tiles,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "narrow": {"shapes": ",".join(SHAPES), "rows": "4", "recipes": "bf16,w8a16", "out": TABLE},
-    "held": {"shapes": "0.8b", "rows": "4", "out": RESIDENT_TABLE, "seconds": 300.0},
-    "tall": {"rows": "128,32", "recipes": "bf16"},
+    "resident": {"shapes": "0.8b", "rows": "4", "out": RESIDENT_TABLE, "seconds": 300.0},
+    "large-m": {"rows": "128,32", "recipes": "bf16"},
     "w8a8": {"rows": "4,32,128", "recipes": "w8a8"},
 }
 
 
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, with a kind's own defaults."""
+    """Parse the flags, with the kind's own defaults."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--shapes", help=f"comma-separated of {', '.join(STACK_LAYERS)}")
-    parser.add_argument("--rows", help="comma-separated row counts; of narrow and held one, for all up to 16")
-    parser.add_argument("--weights", default="", help="comma-separated names, as down,gate|up; all by rule")
-    parser.add_argument("--recipes", help="of narrow: comma-separated of bf16, w8a16")
+    parser.add_argument("--rows", help="comma-separated row counts; one for narrow and resident")
     parser.add_argument(
-        "--output", "--out", dest="out", type=Path, help="the table to write; narrow and held write theirs"
+        "--weights", default="", help="comma-separated names, such as down,gate|up; default: all"
+    )
+    parser.add_argument("--recipes", help="for narrow: comma-separated of bf16, w8a16")
+    parser.add_argument(
+        "--output", "--out", dest="out", type=Path, help="table to write; narrow and resident have a default"
     )
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
-    parser.add_argument("--seconds", type=float, help="start nothing further after this long")
+    parser.add_argument("--seconds", type=float, help="start no further job after this long")
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
     flags = parser.parse_args(argv)
     defaults = {"shapes": "27b", "recipes": "bf16", "seconds": 1e9 if flags.kind == "narrow" else 110.0}
@@ -333,7 +343,7 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the kind that is named."""
+    """Run the kind of tuning that the flags name."""
     flags = parse_flags(argv)
     KINDS[flags.kind](flags)
 

@@ -1,1 +1,1 @@
-"""The command line: `compiled-mtp run`, `chat`, `serve` and `export`, or `python -m compiled_mtp`."""
+"""The command line: `compiled-mtp COMMAND`, or `python -m compiled_mtp COMMAND`; `main.py` lists them."""

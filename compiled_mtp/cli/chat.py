@@ -1,7 +1,7 @@
-"""`compiled-mtp chat`: a conversation in the terminal, which the model sees whole at every turn.
+"""`compiled-mtp chat`: a conversation in the terminal; the model sees all of it at every turn.
 
-Answers go to standard output as they are decoded, what the model thinks before one dimmed in a terminal;
-everything else goes to standard error.
+Answers go to standard output as they are decoded, with the reasoning dimmed in a terminal; everything else
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from compiled_mtp.terminal.console import (
 from compiled_mtp.terminal.flags import Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
 
-if TYPE_CHECKING:  # What it comes from waits for torch.
+# A command imports these modules later, since they import torch.
+if TYPE_CHECKING:
     from compiled_mtp.engine import Engine
 
 _HELP = "/exit ends, /clear begins anew, Ctrl-C ends an answer"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# What begins a sequence: ESC, and the controls of one character that some terminals take for ESC and another.
+# Characters that begin an escape sequence: ESC, and C1 controls, each of which some terminals read as ESC and
+# a second character.
 _ESCAPES = dict.fromkeys((0x1B, *range(0x80, 0xA0)), "\N{SYMBOL FOR ESCAPE}")
-# Of requests that a conversation has no use for.
+# Fields of SamplingParams that a chat does not use.
 _SKIPPED = ("n", "logprobs", "logprobs_mode", "prompt_logprobs", "include_drafts", "tools", "tool_choice")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Talk until /exit or the end of standard input; return the exit code.
 
-    0: done. 2: a flag or the checkpoint is wrong, one line on standard error says what to do. 143: SIGTERM.
+    0: done. 2: a flag or the checkpoint is wrong; one line on standard error says what to do. 143: SIGTERM.
     """
     return run_command(lambda interrupts: _chat(vars(make_parser().parse_args(argv)), interrupts))
 
 
 def make_parser() -> Parser:
-    """Return the parser: a flag for each field of SamplingParams that a chat has a use for, and of
-    EngineConfig.
-    """
+    """Return the parser: a flag for each field of EngineConfig, and of SamplingParams that a chat uses."""
     parser = Parser(
         prog="compiled-mtp chat",
         description=f"Talk with a checkpoint that has a chat template: {_HELP}.",
-        epilog="max_tokens is what the context has room for unless it is given.",
+        epilog="The default of max_tokens is the room left in the context.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="the message from which the conversation begins")
+    parser.add_argument("--system", metavar="TEXT", help="system message, with which the conversation begins")
     add_fields(parser, "sampling", SamplingParams, skip=_SKIPPED)
     add_fields(parser, "engine", EngineConfig, skip=SamplingParams.model_fields)
     return parser
@@ -70,7 +70,7 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
     if sys.stdin is None:
         raise ValueError("standard input must be open for a chat, got a closed one; use compiled-mtp run")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # In every locale: a message that is no UTF-8 is refused by name, and the others go on.
+        # In every locale: a message that is not UTF-8 is then refused, and the chat goes on.
         sys.stdin.reconfigure(errors="surrogateescape")
     with leaving():
         from compiled_mtp.frontend.checkpoint import open_frontend
@@ -81,37 +81,39 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
     probe = [*system, {"role": "user", "content": "x"}]
     frontend.make_request("", params, prompt=None, prompt_token_ids=None, messages=probe)
     with start_engine(config, frontend) as engine:
-        talk = Conversation(engine, params, system, stdout, interrupts)
+        conversation = Conversation(engine, params, system, stdout, interrupts)
         if sys.stdin.isatty():
             say(_HELP)
             with contextlib.suppress(ImportError):
-                import_module("readline")  # So that a line can be edited.
+                # Importing readline lets the user edit a line.
+                import_module("readline")
         while (line := _read_line(interrupts)) is not None:
             line = line.removesuffix("\n")
             words = line.split()
             if words == ["/exit"]:
                 break
             if words == ["/clear"]:
-                talk.clear()
+                conversation.clear()
             elif words == ["/help"]:
                 say(_HELP)
             elif words:
-                # Over all of it, or a Ctrl-C for the last word of an answer would end the session.
+                # For the whole answer: a Ctrl-C at its last word must not end the session.
                 with interrupts.held():
-                    talk.answer(line)
+                    conversation.answer(line)
             if interrupts.is_terminated:
                 return interrupts.exit_code
     return EXIT_OK
 
 
 def _read_line(interrupts: Interrupts) -> str | None:
-    """The next line of standard input, None at its end."""
+    """Return the next line of standard input, None at its end."""
     is_terminal = sys.stdin.isatty()
     while True:
         try:
             if is_terminal and sys.stdout.isatty():
                 return input("> ")
-            if is_terminal:  # `input` would write to standard output.
+            if is_terminal:
+                # `input` would write the prompt to standard output, which is no terminal.
                 print("> ", end="", file=sys.stderr, flush=True)
             return sys.stdin.readline() or None
         except EOFError:
@@ -134,7 +136,8 @@ class Conversation:
         stdout: TextIO,
         interrupts: Interrupts,
     ) -> None:
-        assert engine.tokenizer is not None  # Else there is no chat template.
+        # A chat template, which `_chat` has checked, comes with a tokenizer.
+        assert engine.tokenizer is not None
         self._engine, self._tokenizer = engine, engine.tokenizer
         self._params, self._system = params, system
         self._stdout, self._interrupts = stdout, interrupts
@@ -147,10 +150,10 @@ class Conversation:
         self._messages = [*self._system]
 
     def answer(self, text: str) -> None:
-        """Write the answer to `text` as it is decoded. What Ctrl-C leaves of it stays in the conversation;
-        interrupts must be held.
+        """Write the answer to `text` as it is decoded; add both to the conversation.
 
-        A message that cannot be answered, as one that the context has no room for, is said and dropped.
+        Interrupts must be held; the text before a Ctrl-C is an answer too. A message that cannot be answered,
+        for example because the context has no room for it, is reported and dropped.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         reply = Reply(self._stdout)
@@ -179,11 +182,11 @@ class Conversation:
         """Decode until the end or an interrupt; return the last output if there was one."""
         params, last = self._params, None
         if params.seed is not None:
-            # One seed for all turns would be one noise for all.
+            # With the same seed every turn would draw with the same noise.
             params = params.model_copy(update={"seed": derive_seed(params.seed, self._num_turns)})
         self._num_turns += 1
         stream = self._engine.stream(messages=messages, params=params)
-        # A second Ctrl-C, in a step that takes long, raises.
+        # A second Ctrl-C, for example in a long step, raises.
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(stream):
             for last in stream:
                 reply.add(parser.add(last.new_text, last.finish_reason is not None))
@@ -195,14 +198,14 @@ class Conversation:
 
 
 class Reply:
-    """An answer as it is written: what the model thinks, then what it says."""
+    """Writes one answer: the model's reasoning, then its content."""
 
     def __init__(self, stdout: TextIO) -> None:
         self.reasoning = self.content = ""
         self._stdout, self._is_terminal = stdout, stdout.isatty()
 
     def add(self, deltas: Sequence[object]) -> None:
-        """Write more of it."""
+        """Write more deltas of the answer."""
         for delta in deltas:
             if isinstance(delta, Reasoning):
                 self._write(delta.text, _DIM if not self.reasoning else "")
@@ -212,12 +215,12 @@ class Reply:
                 self.content += delta.text
 
     def end(self) -> None:
-        """Write the line break behind it."""
+        """Write the line break after the answer."""
         self._write("\n", _PLAIN if self.reasoning and not self.content else "")
 
     def _write(self, text: str, before: str) -> None:
         if self._is_terminal:
-            # A model's escape sequences are text.
+            # The terminal must show a model's escape sequences, not obey them.
             text = text.translate(_ESCAPES)
         else:
             before = before.replace(_DIM, "").replace(_PLAIN, "")
@@ -225,13 +228,13 @@ class Reply:
 
 
 def _describe(output: RequestOutput | None) -> str:
-    """What is said below an answer."""
+    """Return the line below an answer: its tokens, speed, tokens per round, and why it ended early."""
     if output is None:
         return "[interrupted]"
     metrics = output.metrics
     texts = [f"{metrics.output_tokens} tokens", f"{metrics.output_tokens / metrics.total_s:.1f} tokens/s"]
     if metrics.rounds:
-        texts.append(f"{(metrics.output_tokens - 1) / metrics.rounds:.2f} new tokens a round")
+        texts.append(f"{(metrics.output_tokens - 1) / metrics.rounds:.2f} new tokens per round")
     if output.finish_reason != "stop":
         reasons = {None: "interrupted", "length": "cut at max_tokens or the end of the context"}
         texts.append(output.error or reasons.get(output.finish_reason) or str(output.finish_reason))

@@ -1,14 +1,14 @@
-"""`compiled-mtp export`: compile every shape of an engine and write one file, with which `graph_cache=FILE`
+"""`compiled-mtp export`: compile every shape of an engine into one file; an engine with `graph_cache=FILE`
 starts without compiling.
 
     compiled-mtp export --model PATH --output FILE --mtp-step 3 --max-batch 8
 
-Takes the fields of EngineConfig as flags, but for compile and graph_cache; the engine that loads the file
-must be given the same values. --graph-mode is "replay" unless given: of "reduce-overhead" only the generated
-code can be saved, and every start traces the model again. Prints one JSON line: the file, its bytes, the
-number of shapes and the seconds it took. --output is written whole or not. With --mtp-step auto every depth
-of --mtp-depths is in the file; an engine starts with one and loads the others beside its first steps. With
---tensor-parallel N the file holds the programs of each of N ranks, for engines of as many.
+Takes the fields of EngineConfig as flags, except compile and graph_cache; the engine that loads the file
+needs the same values. --graph-mode is "replay" unless given: with "reduce-overhead" the file holds only
+generated code, and every start traces the model again. Prints one JSON line: the file, its bytes, the number
+of shapes and the seconds. --output is written completely or not at all. With --mtp-step auto the file holds
+every depth of --mtp-depths; an engine starts with one and loads the others during its first steps. With
+--tensor-parallel N the file holds the programs of each of N ranks, for engines with N ranks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SKIPPED = ("compile", "graph_cache")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 for what cannot be done, 130 and 143 for Ctrl-C and SIGTERM."""
+    """Run the command; return 0, 2 for an error, 130 for Ctrl-C or 143 for SIGTERM."""
     return run_command(lambda interrupts: _export(vars(make_parser().parse_args(argv)), interrupts))
 
 
 def make_parser() -> Parser:
-    """Return the parser: --output, and a flag for each field of EngineConfig that an export has."""
+    """Return the parser: --output, and a flag for each field of EngineConfig that is not in _SKIPPED."""
     parser = Parser(
         prog="compiled-mtp export",
         description=__doc__,
@@ -59,9 +59,9 @@ def make_parser() -> Parser:
 def _export(flags: dict[str, Any], interrupts: Interrupts) -> int:
     begin_s, out = time.perf_counter(), flags["output"]
     stdout, fields = check_stdout(), given(flags, EngineConfig, skip=_SKIPPED)
-    # Not the cache that the environment may name either: nothing would be compiled.
+    # None overrides a cache that the environment names: with one, nothing would be compiled.
     config = EngineConfig(**fields, compile="on", graph_cache=None)
-    # What compilers keep, which is in the file too, lies where this process' children look.
+    # The file holds the compilers' caches too; only this process and its children write to them.
     world, remedy = Torchrun().world_size, "start one process: it starts the ranks"
     check(world == 1, "WORLD_SIZE", "be 1 for an export", world, remedy)
     if config.graph_mode == "auto":
@@ -75,13 +75,13 @@ def _export(flags: dict[str, Any], interrupts: Interrupts) -> int:
 
 
 def check_writable(out: Path) -> None:
-    """Raise ValueError unless `out` can be written; its directory is created. Compiling takes minutes."""
+    """Raise ValueError unless `out` can be written, before minutes of compiling; creates its directory."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryDirectory(dir=out.parent).cleanup()
         if out.exists() and not out.is_file():
-            # It would be replaced, /dev/null too.
-            raise OSError("it is no regular file")
+            # The export would replace it, even /dev/null.
+            raise OSError("it is not a regular file")
     except OSError as error:
         raise ValueError(
             f"output must be a file that can be written, got {out}: {error}; name another"
@@ -89,20 +89,20 @@ def check_writable(out: Path) -> None:
 
 
 def export(config: EngineConfig, out: Path) -> tuple[int, int]:
-    """Compile for `config`; return the bytes of `out` and how many shapes."""
+    """Compile for `config` and write `out`; return its bytes and the number of shapes."""
     with leaving():
         from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, save, use_directory
 
-        # As long as there is nothing to remove.
+        # `leaving` may end the process only while there is no directory to remove.
         import_module("compiled_mtp.engine")
 
-    # After Ctrl-C a compiler may still write to what is being removed; that must not become the error.
+    # After Ctrl-C a compiler may still write to the directory; a failed removal must not hide the Ctrl-C.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as enclosing:
         directory, scratch = Path(enclosing) / "made", Path(enclosing) / "scratch"
         directory.mkdir()
         scratch.mkdir()
         use_directory(directory)
-        # A compiler that is killed leaves its own temporary files.
+        # Compilers that are killed leave their temporary files; they are removed with this directory.
         os.environ["TMPDIR"] = str(scratch)
         engine = start_engine(config, save_to=directory / PROGRAMS_NAME)
         size = save(out, directory, engine.runner.cache_key())

@@ -2,9 +2,10 @@
 
     compiled-mtp inspect CHECKPOINT
 
-Prints the family and the sizes, the formats of the weights by kind of module, whether the MTP head is there,
-which weights are multiplied out while they are loaded, and the memory that the weights take. Reads headers
-and scales, and takes no memory for weights. What would be refused is one line on standard error, exit code 2.
+Prints the family and the sizes, the formats of the weights by kind of module, whether the checkpoint has an
+MTP head, which weights are multiplied out while they are loaded, and the memory that the weights take. Reads
+only headers and scales, not the weights. If the engine would refuse the checkpoint, one line on standard
+error says why, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -21,16 +22,24 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.catalogue import read_stored
+from compiled_mtp.models.draft_vocabulary import choose_draft_ids
+from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import FP8, describe_recipe, resolve_recipe
+from compiled_mtp.models.weight_format import (
+    FP8,
+    describe_kept,
+    describe_recipe,
+    packed_names,
+    resolve_recipe,
+)
 from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.spec import resolve_device
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.terminal.flags import Parser
 
-# The first that a name matches is its kind.
+# A weight's kind is the first whose pattern matches its name.
 _KINDS: Mapping[str, str] = {
     "embedding and head": r"^(embed_tokens|lm_head)\.",
     "experts": r"\.mlp\.(experts|shared_expert)\.",
@@ -42,7 +51,7 @@ _KINDS: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 for a checkpoint that is refused, 130 and 143 for Ctrl-C and SIGTERM."""
+    """Run the command; return 0, 2 for a refused checkpoint, 130 for Ctrl-C or 143 for SIGTERM."""
     return run_command(lambda _: _inspect(make_parser().parse_args(argv)))
 
 
@@ -54,7 +63,7 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = EngineConfig()
-    described = "a directory, or a repository of the Hub as Qwen/Qwen3.5-4B; default: the one that ships"
+    described = "a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B; default: the one that ships"
     parser.add_argument("checkpoint", nargs="?", default=str(default.model), help=described)
     parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
     return parser
@@ -67,29 +76,29 @@ def _inspect(flags: argparse.Namespace) -> int:
     model = read_model_config(path)
     weights = read_stored(path)
     write_text(stdout, "".join(f"{line}\n" for line in (*describe_model(model), *describe_files(weights))))
-    # What is refused is refused here, behind what could be said.
+    # Last: this raises ValueError for a checkpoint that the engine refuses.
     write_text(stdout, "".join(f"{line}\n" for line in describe_run(config, model, path, weights)))
     return EXIT_OK
 
 
 def describe_model(model: ModelConfig) -> Iterator[str]:
-    """The family and the sizes."""
+    """Yield lines on the family and the sizes."""
     attention = sum(model.is_full_attention)
     yield f"family      {model.family}, stored as {model.dtype}"
     yield f"layers      {model.num_layers}: {attention} of attention, {model.num_layers - attention} of GDN"
     yield f"sizes       hidden {model.hidden_size}, vocabulary {model.vocab_size}"
     if model.is_moe:
         experts = f"{model.num_experts} experts of {model.moe_intermediate_size}"
-        yield f"experts     {experts}, {model.num_experts_per_tok} a token"
+        yield f"experts     {experts}, {model.num_experts_per_tok} per token"
     yield f"MTP head    {'stored' if model.mtp_num_layers else 'none: it decodes without drafts'}"
 
 
 def describe_files(weights: Mapping[str, StoredWeight]) -> Iterator[str]:
-    """How many weights of each kind are stored in which formats, and their bytes."""
+    """Yield a line for each kind of weight and format: how many are stored, and their bytes."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for name, weight in weights.items():
-        # Factors of FP8 in blocks count as their weights.
+        # The bytes of an FP8 weight's factors count with the weight.
         is_scale = name.endswith(FP8.scale_suffix)
         of = name.removesuffix(FP8.scale_suffix)
         kind = "MTP head" if name.startswith("mtp.") else _kind_of(name)
@@ -103,24 +112,37 @@ def describe_files(weights: Mapping[str, StoredWeight]) -> Iterator[str]:
 def describe_run(
     config: EngineConfig, model: ModelConfig, path: Path, weights: Mapping[str, StoredWeight]
 ) -> Iterator[str]:
-    """How the weights run on the device, and what they take. Raises ValueError for what is refused."""
+    """Yield lines on how the weights run and the memory they take. Raises ValueError if they are refused."""
     device = resolve_device(config.device)
     dtype = getattr(torch, config.resolve_dtype(device.type, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    formats = read_formats(model, path, device, recipe, dtype)
+    formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
     with_mtp = bool(model.mtp_num_layers)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
-    needed = count_weights(model, weights, formats, dtype, with_mtp=with_mtp)
-    kept = Counter("four bits" if form.group else "FP8" for form in formats.values() if form.has_factors)
+    drafts = DraftPlan()
+    if with_mtp:
+        ids = choose_draft_ids(config.draft_vocab, model.vocab_size, model.eos_token_ids)
+        world, asked = config.tensor_parallel, config.draft_dtype
+        drafts = plan_drafts(asked, model, ids, formats, dtype=dtype, device=device, world=world)
+    head_bytes = drafts.head_bytes(model.vocab_size, model.hidden_size, dtype.itemsize)
+    in_memory = drafts.formats(model, formats)
+    needed = count_weights(model, weights, in_memory, dtype, with_mtp=with_mtp) + head_bytes
+    kept: dict[str, list[str]] = {}
+    for parameter, form in formats.items():
+        if form.has_factors:
+            for name in packed_names(form) if form.is_packed else ("FP8",):
+                kept.setdefault(name, []).append(parameter)
     packed = multiplied_out(model, weights, formats)
     name = str(dtype).removeprefix("torch.")
     yield f"runs        on {device.type}, in {name}{describe_recipe(recipe, formats)}"
-    for form, count in kept.items():
-        yield f"kept        {count} matrices in {form}"
+    for kind, names in kept.items():
+        yield f"kept        {describe_kept(names)} in {kind}"
     if packed:
         before = sum(weight.num_bytes for weight in packed)
         yield f"multiplied  {len(packed)} weights of {_mib(before)}, while they are loaded"
-    yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come beside them"
+    if described := drafts.describe(head_bytes).removeprefix(", drafts "):
+        yield f"drafts      {described}"
+    yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come on top"
     check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free)
 
 

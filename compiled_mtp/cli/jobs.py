@@ -1,4 +1,4 @@
-"""From flags and files of prompts to jobs: what is asked of the engine, and what came of it. No torch."""
+"""Jobs of `run`, from flags and prompt files: the requests and their results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from compiled_mtp.sampling.sampling_params import is_unicode
 
 # A device (/dev/zero) or a pipe may have no end, and its length is not known before it is read.
 _MOST_BYTES = 2**28
-_PIECE_BYTES = 2**16
+_READ_BYTES = 2**16
 _PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
 @dataclass(slots=True)
 class Job:
-    """One choice of a request: where it stands, what add_request takes (`prompt`, with its kind and maybe a
-    priority), and what came of it.
+    """One choice of a request: its source, its arguments for `add_request`, and its results.
 
-    `request` counts the requests, `choice` those of one request, `index` all; `id` is the caller's name.
+    `where` names the source in error texts. `prompt` has one of `_PROMPT_KINDS` and maybe `priority` as keys.
+    `request` counts the requests, `choice` the choices of one request, `index` all choices; `id` is the
+    caller's name.
     """
 
     where: str
@@ -55,11 +56,11 @@ class Job:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is anything to show of it: tokens, or an end of its own."""
+        """Return whether the job has results: tokens, or an end that is not an abort."""
         return bool(self.token_ids) or self.finish_reason not in (None, "abort")
 
     def take(self, output: RequestOutput) -> None:
-        """Add what one step gave."""
+        """Add the output of one step."""
         self.token_ids += output.new_token_ids
         self.text += output.new_text
         self.finish_reason, self.error, self.metrics = output.finish_reason, output.error, output.metrics
@@ -71,15 +72,15 @@ class Job:
             self.drafts = (self.drafts or []) + output.drafts
 
     def again(self) -> Job:
-        """The same choice to be decoded again, with the seed that was drawn for it."""
+        """Return a job that decodes the same choice again, with the seed that was drawn for it."""
         seed = None if self.metrics is None else self.metrics.seed
-        # The seeds of further choices follow from the first one's.
+        # The engine derives the seeds of further choices from the first one's.
         params = SamplingParams(**self.params.model_dump(exclude_unset=True) | {"seed": seed})
         return Job(self.where, self.prompt, params, self.request, self.choice, self.index, self.id)
 
 
 def jobs_of_texts(texts: Sequence[str], sampling: dict[str, Any]) -> list[Job]:
-    """A request for each text; `sampling` is as in `read_jobs`."""
+    """Return the jobs of one request per text; `sampling` is as in `read_jobs`."""
     jobs = [
         Job(f"prompt {index}", {"prompt": text}, SamplingParams(**_own_fields(sampling, index)))
         for index, text in enumerate(texts)
@@ -88,12 +89,13 @@ def jobs_of_texts(texts: Sequence[str], sampling: dict[str, Any]) -> list[Job]:
 
 
 def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
-    """Return the requests of a prompt file; `sampling` holds the fields that every request starts from.
+    """Return the jobs of a prompt file; `sampling` holds the defaults of every request's fields.
 
-    A seed in it is the first request's; the others' are derived from it and their place in the file.
+    A seed in it is the first request's; the others' are derived from it and their position in the file.
     The last line break of a text file is not part of its prompt. Raises ValueError, naming file and line.
     """
-    SamplingParams(**sampling)  # So that a bad flag is not blamed on the file.
+    # Checked here, so that a wrong flag is not reported as an error of the file.
+    SamplingParams(**sampling)
     text = _read(path)
     if path.endswith(".jsonl"):
         lines = enumerate(text.split("\n"), start=1)
@@ -111,7 +113,7 @@ def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:
 
 
 def check_output(path: str, prompt_file: str | None) -> None:
-    """Raise ValueError for a file that is the prompts' or cannot be written, without touching it."""
+    """Raise ValueError if the file at `path` is the prompt file or cannot be written; does not touch it."""
     file, does_exist = Path(path), os.path.exists(path)
     if does_exist and prompt_file not in (None, "-") and os.path.samefile(path, str(prompt_file)):
         raise ValueError(f"output must not be the prompt file, got {path}; choose another")
@@ -128,7 +130,7 @@ def _read(path: str) -> str:
             raise ValueError("prompt-file must not be - with standard input closed, got -; name a file")
         else:
             content = _read_bounded(sys.stdin.buffer, path)
-        # Not as a text file: the model is to see the line breaks that are there.
+        # Not opened as text: the model must see the file's own line breaks.
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"prompt-file must be UTF-8 text, got {path}: {error}; convert it") from None
@@ -138,17 +140,17 @@ def _read(path: str) -> str:
 
 
 def _read_bounded(stream: BinaryIO, path: str) -> bytes:
-    """All of `stream`, in pieces: a read of _MOST_BYTES would allocate them for a file of ten."""
+    """Return all bytes of `stream`; small reads, since one of _MOST_BYTES allocates as much for any file."""
     content = bytearray()
-    while len(content) <= _MOST_BYTES and (piece := stream.read(_PIECE_BYTES)):
-        content += piece
+    while len(content) <= _MOST_BYTES and (part := stream.read(_READ_BYTES)):
+        content += part
     if len(content) > _MOST_BYTES:
         raise ValueError(f"prompt-file must hold at most {_MOST_BYTES} bytes, got more in {path}; split it")
     return bytes(content)
 
 
 def _with_choices(requests: Sequence[Job]) -> list[Job]:
-    """A job for each choice of each request, numbered."""
+    """Return a numbered job for each choice of each request."""
     jobs: list[Job] = []
     for index, job in enumerate(requests):
         for choice in range(job.params.n):
@@ -158,7 +160,7 @@ def _with_choices(requests: Sequence[Job]) -> list[Job]:
 
 
 def _own_fields(sampling: dict[str, Any], index: int) -> dict[str, Any]:
-    """The fields of the request after `index` others: one seed for all would be one noise for all."""
+    """Return the fields of request `index`, with its own seed: one seed would give all the same noise."""
     seed = SamplingParams(**sampling).seed
     return sampling if seed is None else sampling | {"seed": derive_seed(seed, index)}
 
@@ -185,7 +187,7 @@ def _read_line(where: str, line: str, sampling: dict[str, Any]) -> Job:
     if name is not None and type(name) not in (str, int):
         raise ValueError(f"{where}: id must be a string or an integer, got {quote(name)}; change it")
     if isinstance(name, str) and not is_unicode(name):
-        # It could not be written beside its result.
+        # The id is written with the result, as UTF-8.
         raise ValueError(f"{where}: id must be Unicode text, got {quote(name)}; leave lone surrogates out")
     try:
         return Job(where, prompt, SamplingParams(**(sampling | fields)), id=name)

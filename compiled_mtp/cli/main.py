@@ -1,4 +1,4 @@
-"""`compiled-mtp COMMAND`: finds the command, whose own module reads the flags behind it."""
+"""`compiled-mtp COMMAND`: finds the command's module, which reads the flags after the command."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from importlib import import_module
 from compiled_mtp.terminal.signals import leaving
 
 COMMANDS = {
-    "run": "decode prompts: --prompt TEXT, or --prompt-file FILE with a request a line",
+    "run": "decode prompts: --prompt TEXT, or --prompt-file FILE with one request per line",
     "chat": "talk with a checkpoint in the terminal",
     "serve": "serve OpenAI's and Anthropic's APIs (extra `server`)",
-    "export": "compile every shape into a file, with which others start without compiling",
+    "export": "compile every shape into a file, from which engines start without compiling",
     "inspect": "say what a checkpoint's files hold, how it runs here, and what memory its weights take",
     "quantize": "write a bfloat16 checkpoint as one in FP8",
     "rank-vocabulary": "rank ids by how often they occur in text, for --draft-vocab",
@@ -20,10 +20,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for what cannot be done, after one line that says why;
-    130 and 143 for Ctrl-C and SIGTERM, from before the command is imported."""
+    """Run a command and return its exit code.
+
+    2: an error, which one line on standard error explains. 130 and 143: Ctrl-C and SIGTERM, also while the
+    command's module is imported.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    # Nothing is imported above but what it takes to get here: a Ctrl-C there is Python's.
+    # This module imports little at its top: a Ctrl-C during those imports ends in Python's traceback.
     with leaving():
         from compiled_mtp.config import Torchrun
 
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = _find(argv[:1])
         return command(argv[1:])
     if torchrun.rank:
-        # One process reads the flags, and says what is to be said. This one ends with it.
+        # Only rank 0 reads the flags and prints; this process ends with rank 0.
         with leaving():
             from compiled_mtp.parallel.follower import follow_rank_0
         follow_rank_0()
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
-    """The function of the command that `words` holds, imported with all that it needs at once."""
+    """Return the `main` of the command in `words`, after importing its module."""
     import argparse
 
     from compiled_mtp.terminal.flags import Parser

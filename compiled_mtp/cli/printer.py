@@ -1,4 +1,4 @@
-"""Where the results of `run` go: texts to standard output, a line each to a file, how far it is to a bar."""
+"""Prints the results of `run`: texts to standard output, one line per job to a file, progress to a bar."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REFRESH_S = 0.2
 
 
 class Bar:
-    """Jobs done, tokens/s and mean new tokens a round, where there are several and a terminal."""
+    """Shows jobs done, tokens/s and mean new tokens per round, for several jobs in a terminal."""
 
     def __init__(self, num_jobs: int) -> None:
         self._bar: Any = None
@@ -51,7 +51,7 @@ class Bar:
         had_rounds, had_tokens = (0, 0) if before is None else (before.rounds, before.output_tokens)
         self._num_tokens += len(output.new_token_ids)
         self._num_rounds += output.metrics.rounds - had_rounds
-        # Prefill gives the first one.
+        # The first token comes from the prefill, not from a round.
         self._num_first += had_tokens == 0 and output.metrics.output_tokens > 0
         self._bar.n += output.finish_reason is not None
         now_s = time.perf_counter()
@@ -59,11 +59,11 @@ class Bar:
             self._shown_s = now_s
             mean = (self._num_tokens - self._num_first) / max(self._num_rounds, 1)
             rate = self._num_tokens / (now_s - self._begin_s)
-            self._bar.set_postfix_str(f"{rate:.1f} tokens/s, {mean:.2f} new tokens a round")
+            self._bar.set_postfix_str(f"{rate:.1f} tokens/s, {mean:.2f} new tokens per round")
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Within it other text may be written to the terminal."""
+        """Hide the bar while the caller writes other text to the terminal."""
         if self._bar is None:
             yield
             return
@@ -72,15 +72,15 @@ class Bar:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 class Printer:
-    """Writes texts and output lines: a single job as it is decoded, several as each ends, or in their order.
+    """Writes texts and output lines: of a single job as it is decoded, of several as each ends or in order.
 
-    Entering it empties the file `output`, leaving it closes that file.
+    Entering the printer empties the file `output`; leaving closes it.
     """
 
     def __init__(self, stdout: TextIO, output: str | None, jobs: Sequence[Job], *, is_in_order: bool) -> None:
@@ -88,7 +88,7 @@ class Printer:
         self._output: TextIO | None = None
         self._is_single = len(jobs) == 1
         self._is_in_order = is_in_order
-        # In order: the jobs before this one are written.
+        # With is_in_order: the jobs before this index are written.
         self._next = 0
         self._bar = Bar(0)
 
@@ -102,7 +102,8 @@ class Printer:
         if self._output is not None:
             try:
                 self._output.close()
-            except OSError as error:  # The write that failed before, once more.
+            except OSError as error:
+                # Closing repeats the write that failed before.
                 error.filename = self._path
                 raise
 
@@ -121,17 +122,17 @@ class Printer:
             self._next += 1
 
     def finish_rest(self, jobs: Sequence[Job]) -> None:
-        """Write what waited for jobs before it that will not end."""
+        """Write the jobs that waited for earlier ones, which will not end."""
         for job in jobs:
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        """Write a job that has ended, unless it ended before it began."""
+        """Write a job, unless it is written already or has no results."""
         if job.is_written or not job.has_begun:
             return
         job.is_written = True
         with self._bar.aside():
-            # The file first: whoever reads standard output may be gone.
+            # The file first: the reader of standard output may be gone.
             if self._output is not None:
                 try:
                     self._output.write(json.dumps(_to_line(job), ensure_ascii=False) + "\n")
@@ -183,7 +184,7 @@ def _entries(entries: list[TokenLogprob] | None) -> list[dict[str, Any]] | None:
 
 def _entry_fields(entry: TokenLogprob) -> dict[str, Any]:
     top = [{"id": one.token_id, "bytes": list(one.bytes), "logprob": one.logprob} for one in entry.top]
-    # JSON has no infinity: a prompt's token whose row is not finite has no number.
+    # JSON has no infinity: a log probability that is not finite becomes null.
     logprob = entry.logprob if math.isfinite(entry.logprob) else None
     fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": logprob}
     return fields | {"rank": entry.rank, "top": top}

@@ -1,13 +1,13 @@
-"""`compiled-mtp quantize`: a bfloat16 checkpoint in FP8, in blocks of 128 by 128, as the FP8 releases are.
+"""`compiled-mtp quantize`: write a bfloat16 checkpoint in FP8, in blocks of 128 by 128, as the FP8 releases.
 
     compiled-mtp quantize CHECKPOINT --output DIRECTORY
 
-Projections of attention, of GDN (but its gates b and a), of FFNs and of experts become float8_e4m3fn with a
-factor (`weight_scale_inv`: block maximum / 448) for each block; stacked experts become a tensor each, as in
-the releases. Embedding, head, norms, convolutions, routers, `mtp.fc`, and a matrix whose rows or columns are
-no multiple of 128 stay as they are and are listed in `modules_to_not_convert`. Files are read and written
-one at a time; tokenizer and templates are copied. Ends in one JSON line: how many matrices were converted
-and kept, the bytes before and after, and the relative error of the converted weights.
+Projections of attention, of GDN (except its gates b and a), of FFNs and of experts become float8_e4m3fn with
+a factor (`weight_scale_inv`: block maximum / 448) for each block; stacked experts become one tensor each, as
+in the releases. Embedding, head, norms, convolutions, routers, `mtp.fc`, and matrices whose rows or columns
+are not a multiple of 128 stay as they are and are listed in `modules_to_not_convert`. Files are read and
+written one at a time; tokenizer and templates are copied. Prints one JSON line: how many matrices were
+converted and kept, the bytes before and after, and the relative error of the converted weights.
 """
 
 from __future__ import annotations
@@ -37,32 +37,35 @@ from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.terminal.flags import Parser, add_output
 
-LARGEST = 448.0  # of e4m3
-# What the FP8 releases quantise.
+# The largest e4m3 value.
+LARGEST = 448.0
+# The weights that the FP8 releases quantise.
 CONVERTED = re.compile(
     r"\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj)"
     r"|mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up|down)_proj)\.weight$"
 )
 STACKED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
-# Beside weights, index and config.json.
+# Files that are copied; of these, the index and config.json are then written anew.
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 INDEX = "model.safetensors.index.json"
 
 
 def quantize_blocks(weight: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 values, factors) of weight [N, K], both multiples of 128: a block's largest magnitude over 448,
-    rounded to scale_dtype."""
+    """Return e4m3 values [N, K] and factors [N / 128, K / 128] of weight [N, K].
+
+    N and K are multiples of 128. A factor is its block's largest magnitude over 448, rounded to scale_dtype.
+    """
     n, k = (size // FP8.block for size in weight.shape)
     blocks = weight.float().view(n, FP8.block, k, FP8.block)
     scale = (blocks.abs().amax((1, 3)).clamp(min=1e-10) / LARGEST).to(scale_dtype)
-    # A factor that was rounded down leaves values above the largest.
+    # If its factor was rounded down, a block has values above the largest.
     values = (blocks / scale.float()[:, None, :, None]).clamp(-LARGEST, LARGEST)
     return values.view(weight.shape).to(torch.float8_e4m3fn), scale
 
 
 @dataclass
 class Counts:
-    """What the last line tells; errors are sums of squares."""
+    """The figures of the printed line; `error` and `size` (of the weights) are sums of squares."""
 
     converted: int = 0
     kept: list[str] = field(default_factory=list)
@@ -75,7 +78,7 @@ class Counts:
 def convert(
     name: str, tensor: torch.Tensor, scale_dtype: torch.dtype, counts: Counts
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors to store for one tensor of the checkpoint, whose name and figures `counts` takes."""
+    """Yield (name, tensor) pairs to store for one tensor of the checkpoint; adds its figures to `counts`."""
     if STACKED.search(name):
         base = name.rpartition(".")[0]
         for expert, matrix in enumerate(tensor):
@@ -88,11 +91,11 @@ def convert(
     if not CONVERTED.search(name) or any(size % FP8.block for size in tensor.shape):
         if name.endswith(".weight"):
             counts.kept.append(name.removesuffix(".weight"))
-        # A matrix of a stack is a view of it.
+        # Cloned, since a matrix of a stack is a view of the whole stack.
         yield name, tensor.clone()
         return
     is_finite = bool(tensor.isfinite().all())
-    # One of them would spoil its whole block.
+    # One NaN or infinity would spoil its whole block.
     check(is_finite, name, "be finite to be quantised", "NaN or infinity", "check the checkpoint's files")
     values, scale = quantize_blocks(tensor, scale_dtype)
     exact = tensor.double()
@@ -104,19 +107,19 @@ def convert(
 
 
 def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torch.bfloat16) -> Counts:
-    """Write the checkpoint in `source` to the new directory `out`, quantised; returns what was done.
+    """Write the checkpoint in `source`, quantised, to the new directory `out`; return the figures.
 
     Raises ValueError for a checkpoint that the engine does not read, that is quantised already or in which a
     matrix to convert is not finite, and for an `out` that exists or has no room.
     """
     config, counts = read_model_config(source), Counts()
-    # Whatever config.json says of it.
+    # Not by config.json alone: the files may hold quantised weights that it does not mention.
     is_plain = not config.quantized and all(
         isinstance(weight, Header) and weight.dtype != FP8.header_dtype
         for weight in read_stored(source).values()
     )
-    check(is_plain, "checkpoint", "be in bfloat16", str(source), "give what it was quantised from")
-    # A link to nothing is in the way too.
+    check(is_plain, "checkpoint", "be in bfloat16", str(source), "give the checkpoint before quantisation")
+    # A dangling link counts as existing too.
     is_new = not (out.exists() or out.is_symlink())
     check(is_new, "output", "be a new directory", str(out), "name another or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -145,13 +148,16 @@ def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torc
 
 
 def _save(stored: dict[str, torch.Tensor], file: Path, out: Path) -> None:
-    """Write `stored` to `file`, with the permissions of any new file: safetensors makes one that nobody but
-    its owner reads."""
+    """Write `stored` to `file` with a new file's default permissions: safetensors lets only the owner read.
+
+    Raises ValueError, which names `out`, if the disk is full.
+    """
     file.touch()
     mode = file.stat().st_mode
     try:
         save_file(stored, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # Of what the disk says.
+    except SafetensorError as error:
+        # safetensors reports the disk's errors so.
         raise fail(
             "output", "have room for the weights", f"{out} ({error})", "free some or name another"
         ) from None
@@ -159,9 +165,9 @@ def _save(stored: dict[str, torch.Tensor], file: Path, out: Path) -> None:
 
 
 def quantized_config(source: Path, kept: list[str]) -> dict[str, Any]:
-    """The config.json of `source` with what the FP8 releases add."""
+    """Return the config.json of `source` with the fields that the FP8 releases add."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # A tied head has no tensor, and readers ask for its name.
+    # A tied head has no tensor, but readers look for its name.
     names = dict.fromkeys([*(["lm_head"] if "lm_head" not in kept else []), *sorted(kept)])
     return config | {
         "quantization_config": {
@@ -175,7 +181,7 @@ def quantized_config(source: Path, kept: list[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 for what cannot be done, 130 and 143 for Ctrl-C and SIGTERM."""
+    """Run the command; return 0, 2 for an error, 130 for Ctrl-C or 143 for SIGTERM."""
     return run_command(lambda _: _quantize(make_parser().parse_args(argv)))
 
 
@@ -186,23 +192,23 @@ def make_parser() -> Parser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described = "a bfloat16 checkpoint: a directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    described = "a bfloat16 checkpoint: a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B"
     parser.add_argument("checkpoint", help=described)
-    # The older way to name it.
+    # The older form of --output.
     parser.add_argument("out", nargs="?", type=Path, help=argparse.SUPPRESS)
-    add_output(parser, type=Path, metavar="DIRECTORY", help="the directory to make")
+    add_output(parser, type=Path, metavar="DIRECTORY", help="the new directory")
     parser.add_argument(
         "--scale-dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="of the factors: bfloat16 as in Qwen3.5's releases, float32 as in Qwen3-Next's",
+        help="dtype of the factors: bfloat16 as in Qwen3.5's releases, float32 as in Qwen3-Next's",
     )
     return parser
 
 
 def _quantize(flags: argparse.Namespace) -> int:
     stdout = check_stdout()
-    # safetensors writes tensors through it; nothing else of this package needs it.
+    # safetensors writes tensors through numpy; nothing else in this package needs numpy.
     has_numpy = find_spec("numpy") is not None
     check(has_numpy, "numpy", "be installed to write a checkpoint", "none", "pip install numpy")
     given = [out for out in (flags.out, flags.output) if out is not None]

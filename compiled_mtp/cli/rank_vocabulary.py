@@ -3,11 +3,11 @@
     compiled-mtp rank-vocabulary --model Qwen/Qwen3.5-4B --top 32768 --output ids.txt corpus/*.txt
     compiled-mtp run --model Qwen/Qwen3.5-4B --draft-vocab ids.txt --prompt-file prompts.jsonl
 
-Drafts are then chosen from those ids and the eos ids alone: reading fewer rows of the head makes a draft
-cheaper, and costs acceptance where the target draws another id, never a token. The text should be like the
-text that will be generated: what the model has said is better than what it will be asked. Directories are
-searched for --suffix. Ids that do not occur are left out. Ends in one JSON line: how many ids occurred, and
-the share of all tokens that the ids written cover.
+Drafts are then chosen from those ids and the eos ids alone. A draft reads fewer rows of the head and is
+cheaper; where the target draws another id, the draft is rejected, and no token changes. The text should be
+like the text that will be generated: a model's answers are better than its prompts. Directories are searched
+for --suffix. Ids that do not occur are left out. Prints one JSON line: how many ids occurred, and the share
+of all tokens that the written ids cover.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from compiled_mtp.terminal.flags import Parser, add_output
 
 
 def find_texts(paths: Iterable[Path], suffix: str) -> Iterator[Path]:
-    """The files among `paths`, and those with that suffix below the directories among them, in order."""
+    """Yield the files among `paths`, and in sorted order the files with `suffix` below its directories."""
     for path in paths:
         if not path.is_dir():
             yield path
             continue
-        # Directories have such names too, and links may lead nowhere.
+        # Directories may have such names too, and links may dangle.
         yield from (found for found in sorted(path.rglob(f"*{suffix}")) if found.is_file())
 
 
 def count_ids(tokenizer: Tokenizer, paths: Iterable[Path], suffix: str) -> Counter[int]:
-    """How often each id occurs in the texts; what is not UTF-8 is read as replacement characters."""
+    """Return how often each id occurs in the texts; bytes that are not UTF-8 are replaced when read."""
     counts: Counter[int] = Counter()
     for path in find_texts(paths, suffix):
         counts.update(tokenizer.encode(path.read_text(encoding="utf-8", errors="replace")))
@@ -45,12 +45,12 @@ def count_ids(tokenizer: Tokenizer, paths: Iterable[Path], suffix: str) -> Count
 
 
 def rank(counts: Counter[int], top: int | None) -> list[int]:
-    """The ids, the most frequent first and the lower of two as frequent; at most `top`."""
+    """Return at most `top` ids, the most frequent first; of equally frequent ids the lowest first."""
     return sorted(counts, key=lambda i: (-counts[i], i))[:top]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 for what cannot be done, 130 and 143 for Ctrl-C and SIGTERM."""
+    """Run the command; return 0, 2 for an error, 130 for Ctrl-C or 143 for SIGTERM."""
     return run_command(lambda _: _rank(make_parser().parse_args(argv)))
 
 
@@ -62,10 +62,14 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("paths", nargs="+", type=Path, help="texts, and directories of them")
-    parser.add_argument("--model", default=str(EngineConfig().model), help="whose tokenizer counts")
-    parser.add_argument("--suffix", default=".txt", help="of the files in directories")
+    parser.add_argument(
+        "--model", default=str(EngineConfig().model), help="checkpoint whose tokenizer is used"
+    )
+    parser.add_argument("--suffix", default=".txt", help="suffix of the files to read in directories")
     parser.add_argument("--top", type=int, help="how many ids to write; default: all that occur")
-    add_output(parser, type=Path, required=True, help="one id a line, the most frequent first")
+    add_output(
+        parser, type=Path, required=True, help="file for the ids, one per line, the most frequent first"
+    )
     return parser
 
 
@@ -75,7 +79,7 @@ def _rank(flags: argparse.Namespace) -> int:
     missing = [str(path) for path in flags.paths if not path.exists()]
     check(not missing, "paths", "exist", ", ".join(missing), "name files of text, or directories of them")
     can_write = flags.output.parent.is_dir() and not flags.output.is_dir()
-    # Counting may take hours.
+    # Checked first, since counting may take hours.
     check(can_write, "output", "be a file in a directory that exists", flags.output, "make the directory")
     config = EngineConfig(model=flags.model)
     model = find_checkpoint(config.model, is_offline=config.offline)

@@ -1,8 +1,8 @@
-"""`compiled-mtp run`: decode prompts, of flags or of a file.
+"""`compiled-mtp run`: decode prompts from flags or a file.
 
-Standard output carries decoded text and nothing else; progress and the summary go to standard error. torch is
-imported after every flag and every line of the prompts has been checked; what needs a tokenizer or the model
-comes later, and the weights last.
+Standard output carries decoded text and nothing else; progress and the summary go to standard error. Flags
+and prompt lines are checked before torch is imported; then come the checks that need the tokenizer or the
+model's config, and the weights are loaded last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from compiled_mtp.terminal.console import (
 from compiled_mtp.terminal.flags import Parser, add_fields, add_output, given
 from compiled_mtp.terminal.signals import leaving
 
-if TYPE_CHECKING:  # What they come from waits for torch.
+# A command imports these modules later, since they import torch.
+if TYPE_CHECKING:
     from compiled_mtp.engine import Engine
     from compiled_mtp.frontend.processor import RequestProcessor
 
@@ -38,9 +39,9 @@ if TYPE_CHECKING:  # What they come from waits for torch.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0: done. 1: a request failed, --compare found other tokens, or nobody read standard output to its end and
-    there is no --output. 2: a flag, file or checkpoint is wrong, one line on standard error says what to do.
-    130 and 143: interrupted, by Ctrl-C and by SIGTERM; what was decoded is printed and written.
+    0: done. 1: a request failed, --compare found other tokens, or the reader of standard output closed it and
+    there is no --output. 2: a flag, file or checkpoint is wrong; one line on standard error says what to do.
+    130 and 143: interrupted by Ctrl-C and by SIGTERM; the tokens decoded until then are printed and written.
     """
     return run_command(lambda interrupts: _run(vars(make_parser().parse_args(argv)), interrupts))
 
@@ -61,7 +62,7 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
     outcomes = [decode(config, jobs, printer, interrupts, is_compared=flags["compare"])]
     if plain is not None and not outcomes[0].is_interrupted:
         is_cached = config.graph_cache is not None
-        dropped = f", without graph_cache, which is of mtp_step {config.mtp_step}" if is_cached else ""
+        dropped = f", without graph_cache, which is for mtp_step {config.mtp_step}" if is_cached else ""
         say(f"the same again with mtp_step 0{dropped}")
         outcomes.append(decode(plain, [job.again() for job in jobs], None, interrupts))
     say(summarize(outcomes))
@@ -75,7 +76,7 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
 def make_parser() -> Parser:
     """Return the parser: its own flags, and one for each field of SamplingParams and EngineConfig.
 
-    --seed is the requests' field; both models have it and mean the same.
+    --seed sets the field of SamplingParams; that of EngineConfig has the same meaning.
     """
     parser = Parser(
         prog="compiled-mtp run",
@@ -88,10 +89,10 @@ def make_parser() -> Parser:
     source.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="text (one prompt, - is standard input), or .jsonl: one request a line, an object with prompt, "
-        "messages or prompt_token_ids, any sampling field, and an id, which its result has too",
+        help="text (one prompt, - is standard input), or .jsonl: one request per line, an object with "
+        "prompt, messages or prompt_token_ids, any sampling field, and an id, which its result repeats",
     )
-    said = "write one line a result, when it ends: id, text, tokens, metrics"
+    said = "write one line per result, when it ends: id, text, tokens, metrics"
     add_output(parser, metavar="FILE.jsonl", help=said)
     parser.add_argument(
         "--in-order", action="store_true", help="print and write results in the order of the requests"
@@ -114,10 +115,10 @@ def decode(
     *,
     is_compared: bool = False,
 ) -> Outcome:
-    """Decode all jobs together and return what came of them; mutates the jobs, prints as they go.
+    """Decode all jobs together and return the outcome; stores results in the jobs and prints them.
 
-    An interrupt ends it with what was decoded. Raises ValueError, before the weights are loaded where that
-    can be known, if the config, the checkpoint or a job is wrong.
+    After an interrupt the outcome holds the tokens decoded until then. Raises ValueError if the config, the
+    checkpoint or a job is wrong, where possible before the weights are loaded.
     """
     with leaving():
         from compiled_mtp.frontend.checkpoint import open_frontend
@@ -136,7 +137,7 @@ def decode(
             engine.add_request(params=job.params, request_id=str(job.request), **job.prompt)
         except ValueError as error:
             raise ValueError(f"{job.where}: {error}") from None
-    # Only now is the output of an earlier run emptied: nothing that a caller can get wrong is left.
+    # The printer empties an earlier run's output only here, after every check of what a caller can get wrong.
     with printer or contextlib.nullcontext():
         start, is_interrupted = time.perf_counter(), False
         try:
@@ -157,13 +158,13 @@ def decode(
 
 
 def _check_drafts(config: EngineConfig) -> None:
-    """Raise ValueError for a config whose rounds are those of mtp_step 0."""
+    """Raise ValueError for a config that never drafts."""
     remedy = "raise it or drop --compare"
     check(config.depths[-1] > 0, "mtp_step", "be at least 1 with --compare", 0, remedy)
 
 
 def _check(job: Job, frontend: RequestProcessor) -> None:
-    """Raise ValueError for a job that the engine will refuse."""
+    """Raise ValueError for a job that the engine would refuse."""
     prompt = {"prompt": None, "prompt_token_ids": None, "messages": None} | job.prompt
     try:
         frontend.make_request("", job.params, **prompt)
@@ -174,7 +175,7 @@ def _check(job: Job, frontend: RequestProcessor) -> None:
 def _step_to_end(
     engine: Engine, jobs: Sequence[Job], printer: Printer | None, interrupts: Interrupts
 ) -> bool:
-    """Step until no job is left, or a signal asks for an end; return whether one did."""
+    """Step until all jobs have ended or a signal asks to end; return whether a signal did."""
     by_choice = {(str(job.request), job.choice): job for job in jobs}
 
     def take_step() -> None:
@@ -190,9 +191,9 @@ def _step_to_end(
             take_step()
         if not interrupts.is_asked:
             return False
-        say("interrupted: ending what runs; again to end at once")
+        say("interrupted: ending the running requests; interrupt again to end at once")
         for request_id in {str(job.request) for job in jobs if job.finish_reason is None}:
-            # It may have ended in a step whose outputs nobody has read yet.
+            # The engine refuses a request that has ended; its last outputs may still come from `step`.
             with contextlib.suppress(ValueError):
                 engine.abort(request_id)
         while engine.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""`compiled-mtp serve`: the service, where its packages are installed."""
+"""`compiled-mtp serve`: the service, if its packages are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of `run`: a column for each run, and whether their tokens are identical. No torch."""
+"""The summary of `run`: a column for each run, and whether their tokens are identical. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_mtp.spec.stats import SpeculationStats
 class Outcome:
     """All jobs of one run with one mtp_step, and the seconds from the first step to the last.
 
-    most_drafts: of a round. rounds_by_depth as `EngineStats` has it.
+    most_drafts: the most drafts that a round may have. rounds_by_depth: as in `EngineStats`.
     """
 
     mtp_step: int | Literal["auto"]
@@ -49,7 +49,7 @@ def summarize(outcomes: Sequence[Outcome]) -> str:
         ("seconds", lambda run: f"{run.seconds:.2f}"),
         ("tokens/s", lambda run: f"{_count_tokens(run) / run.seconds:.1f}" if run.seconds else "-"),
         ("time to first token, s (median)", _first_token),
-        ("new tokens a round (mean)", lambda run: f"{_speculation(run).mean_new_tokens:.2f}"),
+        ("new tokens per round (mean)", lambda run: f"{_speculation(run).mean_new_tokens:.2f}"),
         (
             "acceptance by position",
             lambda run: " ".join(f"{rate:.2f}" for rate in _speculation(run).acceptance_by_index) or "-",
@@ -101,7 +101,7 @@ def _first_token(run: Outcome) -> str:
 
 
 def _rounds_by_depth(run: Outcome) -> str:
-    """Those of the batch: depth:rounds, and how many of them were to learn."""
+    """Return depth:rounds for each depth of the batch, and how many rounds were probes or retries."""
     counts = run.rounds_by_depth.items()
     each = " ".join(f"{depth}:{sum(why.values())}" for depth, why in counts if any(why.values()))
     learning = [(name, sum(why[name] for _, why in counts)) for name in ("probe", "retry")]

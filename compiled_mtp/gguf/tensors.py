@@ -13,6 +13,8 @@ from compiled_mtp.errors import check, fail
 from compiled_mtp.gguf.blocks import decode
 from compiled_mtp.gguf.container import Container, Tensor
 from compiled_mtp.gguf.names import Source, checkpoint_sources
+from compiled_mtp.gguf.units import UNITS
+from compiled_mtp.ops.blocks import UNIT
 
 
 def stored_tensors(container: Container) -> dict[str, StoredTensor]:
@@ -74,6 +76,49 @@ class StoredTensor:
         return self.rows(region[0].start, region[0].stop)[(slice(None), *region[1:])]
 
     @property
+    def kind(self) -> str | None:
+        """The kind of scaled codes (ops.blocks) in which products can read it; None if they cannot."""
+        source, columns = self.source, self._width
+        types = {run.tensor.type.name for run in source.runs}
+        # A code of four bits is one of five.
+        name = "Q5_K" if types == {"Q4_K", "Q5_K"} else next(iter(types)) if len(types) == 1 else ""
+        is_fine = name in UNITS and len(self.shape) == 2 and columns % UNIT == 0 and source.change == "none"
+        is_fine = is_fine and (source.scale is None or name == "NVFP4")
+        if source.tiles is not None:
+            is_fine = is_fine and columns // math.prod(source.tiles) % UNIT == 0
+        return name if is_fine else None
+
+    def units(
+        self, rows: slice, columns: slice, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes [n, k], fields [n, k / 128, S] and factors [n] or None of whole units of a tensor with a
+        `kind`.
+
+        Raises ValueError for a file that has become shorter since its header was read.
+        """
+        codes, fields = [], []
+        for tensor, first, begin, end in self._parts(rows.start, rows.stop):
+            form, width = tensor.type, self._width // tensor.type.block
+            raw = _read_blocks(tensor, first * self._width, (end - begin) * self._width)
+            blocks = torch.frombuffer(raw, dtype=torch.uint8).to(device).view(-1, width, form.block_bytes)
+            found = UNITS[form.name](blocks)
+            codes.append(found[0])
+            fields.append(found[1])
+        # [n, units, ...]
+        whole = [torch.cat(codes).unflatten(1, (-1, UNIT)), torch.cat(fields)]
+        if self.source.tiles is not None:
+            tiled = [part.unflatten(1, (*self.source.tiles, -1)).transpose(1, 2) for part in whole]
+            whole = [part.flatten(1, 3) for part in tiled]
+        own = [part[:, columns.start // UNIT : columns.stop // UNIT] for part in whole]
+        factor = None
+        if self.kind == "NVFP4":
+            factor = torch.ones(1)
+            if self.source.scale is not None:
+                _read_values(*self.source.scale, factor)
+            factor = factor.to(device).expand(len(own[0]))
+        return own[0].flatten(1), own[1], factor
+
+    @property
     def _width(self) -> int:
         return math.prod(self.shape[1:])
 
@@ -100,18 +145,25 @@ def _read_values(tensor: Tensor, first: int, out: torch.Tensor) -> None:
     rule = f"hold whole blocks of {form.block} values"
     is_whole = first % form.block == 0 and out.numel() % form.block == 0
     check(is_whole, tensor.name, rule, f"{out.numel()} of {form.name}", "convert the model again")
-    raw = bytearray(form.bytes_of(out.numel()))
+    raw = _read_blocks(tensor, first, out.numel())
+    decode(form, torch.frombuffer(raw, dtype=torch.uint8), out)
+
+
+def _read_blocks(tensor: Tensor, first: int, count: int) -> bytearray:
+    """The whole blocks of `count` values from index `first` on."""
+    form = tensor.type
+    raw = bytearray(form.bytes_of(count))
     with tensor.file.open("rb", buffering=0) as stream:
         stream.seek(tensor.offset + form.bytes_of(first))
         view, done = memoryview(raw), 0
         while done < len(raw):
             # The system reads at most 2 GiB per call.
-            count = stream.readinto(view[done:])
-            if not count:
+            read = stream.readinto(view[done:])
+            if not read:
                 rule, remedy = "stay unchanged while it is loaded", "start again"
                 raise fail(str(tensor.file), rule, f"{len(raw) - done} bytes fewer", remedy)
-            done += count
-    decode(form, torch.frombuffer(raw, dtype=torch.uint8), out)
+            done += read
+    return raw
 
 
 def _log_of_minus(values: torch.Tensor, tensor: Tensor) -> torch.Tensor:

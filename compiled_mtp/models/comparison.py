@@ -16,7 +16,8 @@ from compiled_mtp.models.headers import Header, stored_name
 from compiled_mtp.models.layout import Stored, with_scales
 from compiled_mtp.models.stored import HEAD
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats, WeightFormat
+from compiled_mtp.ops.blocks import UNIT
 
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("BF16", "F32")
@@ -122,11 +123,11 @@ def check_parameters(
     formats: Formats = NO_FORMATS,
 ) -> None:
     """Raise ValueError, naming the first parameters, if `layout` does not fill all `parameters` exactly."""
-    four_bits = {name for name, form in formats.items() if form.group and name in parameters}
+    packed = {name: form for name, form in formats.items() if form.is_packed and name in parameters}
     parameters = {
-        name: _codes_of(parameter) if name in four_bits else parameter
+        name: _codes_of(parameter, packed[name]) if name in packed else parameter
         for name, parameter in parameters.items()
-        if name.removesuffix("_scale") == name or name.removesuffix("_scale") not in four_bits
+        if name.removesuffix("_scale") == name or name.removesuffix("_scale") not in packed
     }
     filled = dict.fromkeys(parameters, 0)
     wrong = []
@@ -147,9 +148,13 @@ def check_parameters(
         raise _misfit([f"parameters that do not fit: {first_few(dict.fromkeys(wrong))}"], path)
 
 
-def _codes_of(words: torch.Tensor) -> torch.Tensor:
+def _codes_of(words: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     """A meta tensor with the shape of the codes in `words`."""
-    return torch.empty((words.shape[0], words.shape[1] * 4), device="meta")
+    if form.parts:
+        rows = sum(part.rows for part in form.parts)
+        per_unit = sum(part.rows * part.kind.words for part in form.parts)
+        return torch.empty((rows, words.numel() // per_unit * UNIT), device="meta")
+    return torch.empty((*words.shape[:-1], words.shape[-1] * 4), device="meta")
 
 
 def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
+from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.formats.integers import IntegerWeight
 from compiled_mtp.models.layout import Layout, WeightShard
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import Formats, WeightFormat, four_bits
+from compiled_mtp.models.weight_format import EXPERTS, PLAIN, Formats, WeightFormat, four_bits
 from compiled_mtp.ops import int4
 
 _SCALES = (torch.float16, torch.bfloat16)
@@ -29,8 +30,9 @@ def has_codes(weights: Mapping[str, StoredWeight]) -> bool:
 def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device: torch.device) -> Formats:
     """The formats of the parameters that stay four-bit codes on `device`.
 
-    These are the weights of products all of whose stored tensors have such codes, in groups of one size.
-    `layout` must be made for formats in which every in_proj keeps its codes.
+    These are the weights of products all of whose stored tensors have such codes, in groups of one size. A
+    mixture keeps both stacks or neither; if its shared expert is stored otherwise, it is listed as plain.
+    `layout` must be made for `codes_apart`.
     """
     found: dict[str, WeightFormat | None] = {}
     for name, stored in layout.items():
@@ -40,7 +42,37 @@ def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device
             is_able = is_able and all(_is_in_blocks(piece) for piece in stored.pieces)
             own = form if is_able and found.get(parameter, form) is form else None
             found[parameter] = own
-    return {name: form for name, form in found.items() if form is not None and form.is_read_on(device)}
+    experts = {name: found.pop(name) for name in [*found] if EXPERTS.search(name)}
+    kept = {name: form for name, form in found.items() if form is not None and form.is_read_on(device)}
+    return kept | _expert_formats(experts, device)
+
+
+def _expert_formats(
+    found: Mapping[str, WeightFormat | None], device: torch.device
+) -> dict[str, WeightFormat]:
+    """The formats of mixtures' stacks, of which `found` has those that the stored tensors allow."""
+    formats: dict[str, WeightFormat] = {}
+    for name in [name for name in found if name.endswith(".ffn.gate_up")]:
+        prefix = name.removesuffix("gate_up")
+        stacks, shared = (
+            {f"{prefix}{part}{end}": found[f"{prefix}{part}{end}"] for end in ("gate_up", "down")}
+            for part in ("", "shared_")
+        )
+        kept = {stack: form for stack, form in stacks.items() if form is not None and form.is_read_on(device)}
+        if len(kept) == len(stacks):
+            formats |= kept
+            if [*shared.values()] != [*kept.values()]:
+                formats |= dict.fromkeys(shared, PLAIN)
+    return formats
+
+
+def codes_apart(config: ModelConfig) -> Formats:
+    """Formats for a layout in which in_proj is q|k|v|z alone, and no stack holds a shared expert."""
+    gdn_layers = [i for i, full in enumerate(config.is_full_attention) if not full]
+    layers = [f"layers.{i}" for i in range(config.num_layers)] + ["mtp.layer"]
+    apart = [f"layers.{i}.mixer.in_proj.weight" for i in gdn_layers]
+    apart += [f"{layer}.ffn.shared_gate_up" for layer in layers if config.is_moe]
+    return dict.fromkeys(apart, PLAIN)
 
 
 def made_up_formats(layout: Layout, group: int, device: torch.device) -> Formats:
@@ -70,8 +102,10 @@ def fill_four_bits(
     weight: StoredWeight, piece: WeightShard, words: torch.Tensor, groups: torch.Tensor
 ) -> None:
     """Write the shard `piece` of a stored linear into the parameter `words` [N, K / 4] and its `groups`
-    [K / group, N, 2], some rows at a time. Mutates both."""
+    [K / group, N, 2], or into those of its expert in stacks, some rows at a time. Mutates both."""
     assert isinstance(weight, IntegerWeight)
+    if piece.expert is not None:
+        words, groups = words[piece.expert], groups[piece.expert]
     rows, columns = piece.region(weight.shape)
     group = words.shape[1] * 4 // groups.shape[0]
     # A stored group wider than a product's step has its scale repeated.

@@ -16,7 +16,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.activations import Activations, QuantizedRows, plain, quantized
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
-from compiled_mtp.models.weight_format import PLAIN, ParameterFactory
+from compiled_mtp.models.weight_format import PLAIN, ParameterFactory, WeightFormat, coded_part
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import (
@@ -27,6 +27,8 @@ from compiled_mtp.ops.linear import (
     linear_side,
     linear_silu_mul,
 )
+from compiled_mtp.ops.linear_blocks import count_partials as count_blocks_partials
+from compiled_mtp.ops.linear_blocks import linear_blocks, linear_blocks_partials, linear_blocks_silu_mul
 from compiled_mtp.ops.linear_w4a16 import count_partials as count_w4a16_partials
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16, linear_w4a16_partials, linear_w4a16_silu_mul
 from compiled_mtp.ops.linear_w8a8 import count_partials as count_w8a8_partials
@@ -36,6 +38,33 @@ from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.ops.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from compiled_mtp.ops.silu_mul import silu_mul, silu_mul_quantized
 from compiled_mtp.ops.spec_conv1d import conv_prefill, spec_conv1d
+
+
+class CodedParts:
+    """The parts of a weight in scaled codes, each in one kind."""
+
+    def __init__(self, form: WeightFormat, columns: int) -> None:
+        self.form, self.columns = form, columns
+
+    def __len__(self) -> int:
+        return len(self.form.parts)
+
+    @property
+    def name(self) -> str:
+        """The kind of a weight of one part."""
+        assert len(self) == 1
+        return self.form.parts[0].name
+
+    def product(
+        self, x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, is_prefill: bool
+    ) -> torch.Tensor:
+        """x times the weight's transpose: one launch per part."""
+        products, first = [], 0
+        for part in self.form.parts:
+            own = coded_part(self.form, words, scales, first, self.columns)
+            products.append(linear_blocks(x, *own, part.name, False, is_prefill))
+            first += part.rows
+        return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 class Linear(nn.Module):
@@ -66,6 +95,9 @@ class Linear(nn.Module):
         make.add_weight(self, "weight", out_features, in_features)
         self.quantizes_rows = make.format_of("weight").quantizes_rows
         self.has_codes = make.format_of("weight").group > 0
+        form = make.format_of("weight")
+        self.parts = CodedParts(form, in_features) if form.parts else None
+        assert self.parts is None or len(self.parts) == 1 or not is_before_norm
         self.is_before_norm = is_before_norm
         self.is_float32 = make.dtype == torch.float32
         self.communicator = communicator = make.communicator
@@ -92,6 +124,8 @@ class Linear(nn.Module):
         is_prefill = isinstance(rows, PrefillRows)
         if self.has_codes:
             return linear_w4a16(plain(x), *self.codes, False, is_prefill)
+        if self.parts is not None:
+            return self.parts.product(plain(x), *self.codes, is_prefill)
         how = (is_prefill, self.whole_n, 0, self.resident and not is_prefill)
         return linear(plain(x), self.weight, self.weight_scale, False, *how)
 
@@ -119,6 +153,11 @@ class Linear(nn.Module):
             x = plain(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
             partials = linear_w4a16_partials(x, *self.codes, count, whole_k, is_prefill, is_stacked)
+        elif self.parts is not None:
+            x = plain(x)
+            count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
+            kind = self.parts.name
+            partials = linear_blocks_partials(x, *self.codes, kind, count, whole_k, is_prefill, is_stacked)
         else:
             x = plain(x)
             count, dtype = 1 if is_prefill else self._count_of(x), x.dtype
@@ -128,7 +167,7 @@ class Linear(nn.Module):
 
     @property
     def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The words and groups of a four-bit weight."""
+        """The words and scales of a weight in packed codes."""
         assert self.weight_scale is not None
         return self.weight, self.weight_scale
 
@@ -137,6 +176,11 @@ class Linear(nn.Module):
         count = count_w8a8_partials if self.quantizes_rows else count_partials
         if self.has_codes:
             count = count_w4a16_partials
+        if self.parts is not None:
+            if len(self.parts) > 1:
+                return 1, 1
+            few = count_blocks_partials(self.weight, 1, self.parts.name, self.whole_k)
+            return few, few
         few, many = (count(self.weight, rows, whole_k=self.whole_k) for rows in (1, NARROW_ROWS + 1))
         return few, many
 
@@ -354,6 +398,11 @@ class MLP(nn.Module):
             y = silu_mul(self.gate_up(x, rows))
         elif self.gate_up.has_codes:
             y = linear_w4a16_silu_mul(plain(x), *self.gate_up.codes)
+        elif self.gate_up.parts is not None:
+            if len(self.gate_up.parts) > 1:
+                y = silu_mul(self.gate_up(x, rows))
+            else:
+                y = linear_blocks_silu_mul(plain(x), *self.gate_up.codes, self.gate_up.parts.name)
         else:
             gate_up = self.gate_up
             how = (gate_up.whole_n, 0, gate_up.resident)

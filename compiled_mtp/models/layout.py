@@ -86,7 +86,8 @@ def checkpoint_layout(
 
     names: those that it does store, without prefix. They decide whether the experts of the trunk, and those
     of the MTP layer, are stacked in one tensor or stored in one tensor each. Names of the MTP head begin with
-    'mtp.'. formats: those of the parameters; a GDN layer's b|a fill ba_proj if in_proj is not plain.
+    'mtp.'. formats: those of the parameters; a GDN layer's b|a fill ba_proj if in_proj is not plain,
+    and a mixture's shared expert fills shared_gate_up and shared_down if they are listed.
     is_interleaved: the GDN input projections store q, k, v and z key head by key head. Source: the names in
     the released checkpoints.
     """
@@ -102,7 +103,7 @@ def checkpoint_layout(
     for i, is_attention in enumerate(config.is_full_attention):
         prefix = f"layers.{i}."
         mixer = _attention(config, prefix, prefix) if is_attention else _gdn(config, prefix, formats, gdn)
-        layout |= mixer | _norms_and_ffn(config, prefix, prefix, is_stacked)
+        layout |= mixer | _norms_and_ffn(config, prefix, prefix, is_stacked, formats)
     if config.mtp_num_layers:
         is_stacked = any(n.startswith("mtp.") and n.endswith(".experts.gate_up_proj") for n in names)
         layout["mtp.fc.weight"] = _whole("mtp.fc.weight", h, 2 * h)
@@ -110,7 +111,7 @@ def checkpoint_layout(
         layout["mtp.pre_fc_norm_hidden.weight"] = _whole("mtp.norm_hidden.weight", h)
         layout["mtp.norm.weight"] = _whole("mtp.norm.weight", h)
         layout |= _attention(config, "mtp.layers.0.", "mtp.layer.")
-        layout |= _norms_and_ffn(config, "mtp.layers.0.", "mtp.layer.", is_stacked)
+        layout |= _norms_and_ffn(config, "mtp.layers.0.", "mtp.layer.", is_stacked, formats)
     return layout
 
 
@@ -144,8 +145,8 @@ def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
     whole = dict(layout)
     for name, stored in layout.items():
         form = formats.get(stored.pieces[0].parameter)
-        # `fill_four_bits` fills the scales of four-bit codes together with the codes.
-        if form is not None and form.has_factors and not form.group:
+        # The scales of packed codes are filled together with the codes.
+        if form is not None and form.has_factors and not form.is_packed:
             pieces = tuple(_scale_piece(piece, form.block) for piece in stored.pieces)
             whole[name + form.scale_suffix] = Stored(form.scale_shape(stored.shape), pieces)
     return whole
@@ -173,12 +174,18 @@ def _part(parameter: str, start: int, *shape: int, expert: int | None = None) ->
     return Stored(shape, (WeightShard(parameter, start, shape[0], expert=expert),))
 
 
-def _norms_and_ffn(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stored]:
+def _norms_and_ffn(
+    c: ModelConfig, src: str, dst: str, is_stacked: bool, formats: Formats
+) -> dict[str, Stored]:
     norms = {
         f"{src}input_layernorm.weight": _whole(f"{dst}input_norm.weight", c.hidden_size),
         f"{src}post_attention_layernorm.weight": _whole(f"{dst}post_norm.weight", c.hidden_size),
     }
-    return norms | (_moe(c, src, dst, is_stacked) if c.is_moe else _dense(c, src, dst))
+    if not c.is_moe:
+        return norms | _dense(c, src, dst)
+    shared = _shared_expert(c, f"{src}mlp.shared_expert.", f"{dst}ffn.shared_")
+    own = shared if f"{dst}ffn.shared_gate_up" in formats else {}
+    return norms | _moe(c, src, dst, is_stacked) | own
 
 
 def _attention(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
@@ -288,3 +295,13 @@ def _moe(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stor
         layout[f"{name}up_proj.weight"] = _part(gate_up, mi, mi, h, expert=expert)
         layout[f"{name}down_proj.weight"] = _part(down, 0, h, mi, expert=expert)
     return layout
+
+
+def _shared_expert(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
+    """The shared expert in parameters of its own."""
+    h, mi = c.hidden_size, c.moe_intermediate_size
+    return {
+        f"{src}gate_proj.weight": _part(f"{dst}gate_up", 0, mi, h),
+        f"{src}up_proj.weight": _part(f"{dst}gate_up", mi, mi, h),
+        f"{src}down_proj.weight": _whole(f"{dst}down", h, mi),
+    }

@@ -13,10 +13,13 @@ from compiled_mtp.models.weight_format import ParameterFactory
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.moe_experts import (
     moe_experts,
+    moe_experts_w4a16,
     moe_experts_w8a8,
     moe_hidden,
+    moe_hidden_w4a16,
     moe_hidden_w8a8,
     moe_sums,
+    moe_sums_w4a16,
     moe_sums_w8a8,
 )
 from compiled_mtp.ops.moe_router import moe_router
@@ -36,8 +39,11 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """sum over the top-k experts of p_e down_e(silu(gate_e x) * up_e x), plus the gated shared expert.
 
-    The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format. If it
-    has factors, `gate_up_scale` and `down_scale` hold those of each expert, else they are None.
+    The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format, apart
+    from the groups of four-bit codes. If it has factors, `gate_up_scale` and `down_scale` hold those of each
+    expert, else they are None. If the stacks are codes and the shared expert is stored otherwise, they have E
+    experts, and `shared_gate_up` [2 * width, hidden] and `shared_down` [hidden, width] hold it; else these
+    are None.
 
     `forward` returns sums [M, hidden]. With several ranks each holds a share of every expert's width, in
     gate, up and down, and `forward` returns one partial per rank [P, M, hidden], which the norm adds. For
@@ -49,26 +55,36 @@ class MoE(nn.Module):
     down: nn.Parameter
     gate_up_scale: nn.Parameter | None
     down_scale: nn.Parameter | None
+    shared_gate_up: nn.Parameter | None
+    shared_down: nn.Parameter | None
     prompt_down: nn.Parameter
     prompt_down_scale: nn.Parameter | None
+    prompt_shared_down: nn.Parameter | None
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
-        experts, width, hidden = config.num_experts + 1, config.moe_intermediate_size, config.hidden_size
+        width, hidden = config.moe_intermediate_size, config.hidden_size
         self.top_k = config.num_experts_per_tok
         self.renormalize = config.norm_topk_prob
         self.communicator = communicator = make.communicator
         world = 1 if communicator is None else communicator.world
         self.whole_width = 0 if communicator is None else width * world
         self.router = Router(make.part("router"), config)
+        has_shared = make.lists("shared_gate_up")
+        experts = config.num_experts + (not has_shared)
         make.add_weight(self, "gate_up", experts, 2 * width, hidden)
+        self.register_parameter("shared_gate_up", make.empty(2 * width, hidden) if has_shared else None)
+        self.register_parameter("shared_down", make.empty(hidden, width) if has_shared else None)
         self.quantizes_rows = make.format_of("gate_up").quantizes_rows
+        self.has_codes = make.format_of("gate_up").group > 0
         some_rows = (experts, hidden // world, width * world)
         make.add_weight(self, "down", *(some_rows if self.quantizes_rows else (experts, hidden, width)))
         keeps_prompt_rows = communicator is not None and communicator.keeps_prompt_rows
         self.has_prompt_rows = keeps_prompt_rows and not self.quantizes_rows
         if self.has_prompt_rows:
             make.add_weight(self, "prompt_down", *some_rows, like="down")
+            rows = make.empty(*some_rows[1:]) if has_shared else None
+            self.register_parameter("prompt_shared_down", rows)
         self.is_float32 = make.dtype == torch.float32
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
@@ -79,14 +95,28 @@ class MoE(nn.Module):
             return moe_experts_w8a8(*quantized(x), weights, ids, *stacks, *scales, self.is_float32)
         if communicator is not None and (self.quantizes_rows or (is_prefill and self.has_prompt_rows)):
             return communicator.gather_columns(self._some_sums(x, weights, ids, communicator))
-        x = plain(x)
-        y = moe_experts(x, weights, ids, *stacks, *scales, is_prefill, self.whole_width)
+        x, how = plain(x), (is_prefill, self.whole_width)
+        if self.has_codes:
+            shared = (self.shared_gate_up, self.shared_down)
+            y = moe_experts_w4a16(x, weights, ids, *self.codes, *shared, *how)
+        else:
+            y = moe_experts(x, weights, ids, *stacks, *scales, *how)
         return y if communicator is None else communicator.gather_partials(y[None], x.dtype)
+
+    @property
+    def codes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The words of four-bit experts and their groups: gate|up, down, and the groups of both."""
+        gate_up_scale, down_scale = self.gate_up_scale, self.down_scale
+        assert gate_up_scale is not None
+        assert down_scale is not None
+        return self.gate_up, self.down, gate_up_scale, down_scale
 
     def _some_sums(
         self, x: Activations, weights: torch.Tensor, ids: torch.Tensor, communicator: Communicator
     ) -> torch.Tensor:
         """[M, hidden / world]: the sums of this rank's rows of down, over the hidden values of all ranks."""
+        if self.has_codes:
+            return self._some_sums_of_codes(plain(x), weights, ids, communicator)
         gate_up, scale = self.gate_up, self.gate_up_scale
         if self.quantizes_rows:
             hidden = moe_hidden_w8a8(*quantized(x), ids, gate_up, scale, self.is_float32)
@@ -95,3 +125,13 @@ class MoE(nn.Module):
             return moe_sums_w8a8(values, factors, weights, ids, *down, self.is_float32)
         whole = communicator.gather_columns(moe_hidden(plain(x), ids, gate_up, scale))
         return moe_sums(whole, weights, ids, self.prompt_down, self.prompt_down_scale)
+
+    def _some_sums_of_codes(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, communicator: Communicator
+    ) -> torch.Tensor:
+        """`_some_sums` of four-bit experts."""
+        gate_up, _, scale, _ = self.codes
+        hidden = communicator.gather_columns(moe_hidden_w4a16(x, ids, gate_up, scale, self.shared_gate_up))
+        down_scale = self.prompt_down_scale
+        assert down_scale is not None
+        return moe_sums_w4a16(hidden, weights, ids, self.prompt_down, down_scale, self.prompt_shared_down)

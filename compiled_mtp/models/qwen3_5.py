@@ -15,17 +15,36 @@ from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear_blocks import block_rows, linear_blocks
 
 
 class Embedding(nn.Module):
-    """Token table [vocab_size, hidden_size]; also the output head of a tied model."""
+    """Token table [vocab_size, hidden_size], plain or in scaled codes; also the output head of a tied
+    model."""
+
+    weight: nn.Parameter
+    weight_scale: nn.Parameter | None
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = make.empty(config.vocab_size, config.hidden_size)
+        make.add_weight(self, "weight", config.vocab_size, config.hidden_size)
+        parts = make.format_of("weight").parts
+        self.kind = parts[0].name if parts else None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return torch.index_select(self.weight, 0, token_ids)
+        if self.kind is None:
+            return torch.index_select(self.weight, 0, token_ids)
+        assert self.weight_scale is not None
+        return block_rows(token_ids, self.weight, self.weight_scale, self.kind)
+
+    def table_for(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A table, and the rows of it that are the embeddings of `token_ids`.
+
+        It is the weight, or where that is packed, the embeddings themselves: no copy of the weight exists.
+        """
+        if self.kind is None:
+            return self.weight, token_ids
+        return self(token_ids), torch.arange(token_ids.shape[0], device=token_ids.device)
 
 
 class TargetModel(nn.Module):
@@ -35,7 +54,7 @@ class TargetModel(nn.Module):
     hidden_size] and writes keys, values, conv inputs, GDN states and ring entries of its rows to the caches.
     `inputs`: token ids [M] int64, or embeddings [M, hidden_size] in the weights' dtype; for a round a torch
     kernel, which is a fence (`Launch`), must make embeddings after the kernel that makes the rows' positions.
-    `formats`: those of the parameters by their full names; embedding and head are always plain.
+    `formats`: those of the parameters by their full names.
     `communicator`: connects the ranks if `config` is one rank's share. Each rank then has some rows of the
     head, and all ranks get all logits.
     """
@@ -70,8 +89,28 @@ class TargetModel(nn.Module):
         choose_resident(self)
 
     @property
+    def head_codes(self) -> tuple[torch.Tensor, torch.Tensor, str] | None:
+        """Words, scales and kind of a head in scaled codes; None for a plain one."""
+        if self.is_tied:
+            weight, scale, kind = self.embed.weight, self.embed.weight_scale, self.embed.kind
+        else:
+            head = self.lm_head
+            weight, scale = head.weight, head.weight_scale
+            kind = None if head.parts is None else head.parts.name
+        if kind is None:
+            return None
+        assert scale is not None
+        return weight, scale, kind
+
+    @property
+    def num_head_rows(self) -> int:
+        """Rows of the head, or of this rank's part of it."""
+        return self.head_weight.shape[0]
+
+    @property
     def head_weight(self) -> torch.Tensor:
-        """The output head of target and draft [vocab_size, hidden_size], or this rank's rows of it."""
+        """The output head of target and draft [vocab_size, hidden_size], or this rank's rows of it; of a head
+        in scaled codes the words."""
         if not self.is_tied:
             return self.lm_head.weight
         if self.communicator is not None:
@@ -79,8 +118,17 @@ class TargetModel(nn.Module):
         weight: torch.Tensor = self.embed.weight
         return weight
 
-    def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [n, hidden_size] of the whole head for ids [n] int64; every rank must pass the same ids."""
+    def head_rows(self, ids: torch.Tensor | None) -> torch.Tensor:
+        """Rows [n, hidden_size] of the whole head for ids [n] int64; every rank must pass the same ids. None:
+        all rows, or with several ranks this rank's."""
+        codes = self.head_codes
+        if codes is not None:
+            words, scale, kind = codes
+            if ids is None:
+                ids = torch.arange(self.num_head_rows, device=words.device)
+            return block_rows(ids, words, scale, kind)
+        if ids is None:
+            return self.head_weight
         if self.communicator is None:
             return self.head_weight[ids]
         size = self.head_weight.shape[0]
@@ -94,6 +142,9 @@ class TargetModel(nn.Module):
 
         head, scale: an output head in another format, divided among ranks as `head_weight` is.
         """
+        codes = self.head_codes
+        if head is None and codes is not None:
+            return linear_blocks(hidden, *codes, True)
         head, communicator = self.head_weight if head is None else head, self.communicator
         if communicator is None:
             return linear(hidden, head, scale, True)

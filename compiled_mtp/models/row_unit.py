@@ -23,15 +23,19 @@ _MOST_WEIGHT_ROWS = 8192
 
 
 def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The weights of the products among `modules`."""
-    return [module.weight for module in modules if isinstance(module, (Linear, Router))]
+    """The weights of the products among `modules`, without those in scaled codes."""
+    return [
+        module.weight
+        for module in modules
+        if isinstance(module, Router) or (isinstance(module, Linear) and module.parts is None)
+    ]
 
 
 def k_splits_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """The first K split of every matrix whose products a CPU sums in K splits, unless it is packed."""
     k_splits = []
     for module in modules:
-        if not isinstance(module, Linear) or not module.is_before_norm:
+        if not isinstance(module, Linear) or not module.is_before_norm or module.parts is not None:
             continue
         weight, world = module.weight, 1 if module.communicator is None else module.communicator.world
         count = count_k_splits if module.quantizes_rows else count_cpu_k_splits

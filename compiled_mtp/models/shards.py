@@ -59,7 +59,7 @@ class Cutter:
                 return self._rows(key, key, value)
             case "a_log" | "dt_bias":
                 return self._rows(gate)
-            case "gate_up":
+            case "gate_up" | "shared_gate_up":
                 return self._rows(width, width)
             case "o_proj":
                 return self._columns(q)
@@ -68,7 +68,7 @@ class Cutter:
             case "down" if c.is_moe and formats.get(parameter, PLAIN).quantizes_rows:
                 # For quantised rows every rank gathers all hidden values and computes some of the sums.
                 return self._rows((c.hidden_size, 1))
-            case "down":
+            case "down" | "shared_down":
                 return self._columns(width)
         return Cut()
 
@@ -142,7 +142,7 @@ def _cut_shard(piece: WeightShard, cut: Cut) -> Iterator[WeightShard]:
 
 def _check_blocks(piece: WeightShard, shape: tuple[int, ...], formats: Formats) -> None:
     form = formats.get(piece.parameter)
-    if form is None:
+    if form is None or not form.block:
         return
     columns = piece.columns or (0, shape[-1])
     rows = (piece.source, piece.source + piece.rows)

@@ -4,14 +4,16 @@ Every format is one `WeightFormat`. `PLAIN` weights have the activations' dtype.
 float32 factor per block of 128 by 128, as in the FP8 releases; where no operator reads FP8, the loader
 multiplies them out. `W8A8` weights are FP8 weights whose products quantise their rows in groups of 128
 columns, as the FP8 releases are meant to run; `W8A8_VALUES` are the same multiplied out. `four_bits` weights
-are the codes of a four-bit checkpoint, as a GPU's products read them. This module never quantises a weight.
+are the codes of a four-bit checkpoint, and `scaled_codes` those of a GGUF file or of FP4, as a GPU's products
+read them. This module never quantises a weight.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -21,11 +23,25 @@ from torch import nn
 
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.errors import check, fail
-from compiled_mtp.ops import fp8, int4
+from compiled_mtp.ops import blocks, fp8, int4
+from compiled_mtp.ops.blocks import KINDS, Kind
 from compiled_mtp.ops.device import shared_bytes_of
 
 Recipe: TypeAlias = Literal["w8a8", "w8a16"]
 """How FP8 weights are multiplied: by rows quantised in groups of 128 columns, or by plain rows."""
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Consecutive rows of a weight in scaled codes of the kind `name` (ops.blocks)."""
+
+    rows: int
+    name: str
+
+    @property
+    def kind(self) -> Kind:
+        """How they are stored."""
+        return KINDS[self.name]
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,9 @@ class WeightFormat:
 
     storage: dtype of the values in memory; None for the activations' dtype, without factors. block: rows, and
     columns, that share a factor in the checkpoint. group: columns that share a scale and a zero point in
-    four-bit codes, as ops.int4 packs them; 0 for other weights. scale_dtype: of factors or scales.
+    four-bit codes, as ops.int4 packs them; 0 for other weights. parts: the consecutive parts of the rows of a
+    weight of scaled codes, as ops.blocks packs them; empty for other weights. Of several parts, words lie one
+    after another in one dimension, and so do scales. scale_dtype: of factors or scales.
     quantizes_rows: products take their rows in e4m3, with a factor per 128 columns. header_dtype: the dtype's
     name in a file's header. scale_suffix: the suffix that a checkpoint adds to a weight's name for its
     factors. values(weight [N, K], scale) returns the weight's float32 values [N, K]. parameters: matches the
@@ -50,6 +68,7 @@ class WeightFormat:
     scale_suffix: str = ""
     values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda weight, scale: weight.float()
     group: int = 0
+    parts: tuple[CodedRows, ...] = ()
     scale_dtype: torch.dtype = torch.float32
     parameters: re.Pattern[str] = re.compile("")
     is_read_on: Callable[[torch.device], bool] = lambda device: True
@@ -59,15 +78,43 @@ class WeightFormat:
         """Whether a parameter in this format has a second parameter with its factors."""
         return self.storage is not None
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether a parameter in this format holds codes, so that its size is not the weight's."""
+        return self.group > 0 or bool(self.parts)
+
+    def bytes_of(self, rows: range, columns: int) -> int:
+        """Bytes of codes and scales of some rows of a weight, all in one part."""
+        if self.group:
+            return len(rows) * columns // 2 + len(rows) * columns // self.group * 4
+        kind = self.part_at(rows.start)[1].kind
+        scales = kind.units(columns) * kind.fields * len(rows)
+        return 2 * (len(rows) * columns // blocks.UNIT * kind.words + scales)
+
+    def part_at(self, row: int) -> tuple[int, CodedRows]:
+        """The part that holds a row of a weight of scaled codes, and the part's first row."""
+        first = 0
+        for part in self.parts:
+            if row < first + part.rows:
+                return first, part
+            first += part.rows
+        raise IndexError(row)
+
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the parameter of a weight [..., N, K]."""
+        if self.parts:
+            words = [(part.rows, shape[-1] // blocks.UNIT * part.kind.words) for part in self.parts]
+            return words[0] if len(words) == 1 else (sum(rows * width for rows, width in words),)
         return (*shape[:-1], shape[-1] // 4) if self.group else shape
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the factors of a weight [..., N, K]: [..., ceil(N / block), ceil(K / block)], or
-        [K / group, N, 2] of four-bit codes."""
+        [..., K / group, N, 2] of four-bit codes, or [units, N, S] of scaled codes."""
+        if self.parts:
+            sizes = [(p.kind.units(shape[-1]), p.rows, p.kind.fields) for p in self.parts]
+            return sizes[0] if len(sizes) == 1 else (sum(math.prod(size) for size in sizes),)
         if self.group:
-            return (shape[-1] // self.group, shape[-2], 2)
+            return (*shape[:-2], shape[-1] // self.group, shape[-2], 2)
         return (*shape[:-2], *(-(-size // self.block) for size in shape[-2:]))
 
     def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +151,8 @@ FP8 = WeightFormat(
 )
 
 _DENSE = re.compile(r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)|ffn\.(gate_up|down))\.weight$")
+# A mixture's stacks, and the shared expert's weights where the stacks do not hold it.
+EXPERTS = re.compile(r"\.ffn\.(shared_)?(gate_up|down)$")
 
 
 @functools.cache
@@ -114,11 +163,51 @@ def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
         name=f"int4 in groups of {group}, scales in {dtype}",
         storage=torch.int16,
         block=int4.UNIT,
-        parameters=_DENSE,
+        parameters=re.compile(f"{_DENSE.pattern}|{EXPERTS.pattern}"),
         is_read_on=lambda device: reads_int4(device),
         group=group,
         scale_dtype=scale_dtype,
     )
+
+
+_CODED = re.compile(rf"{_DENSE.pattern}|^(embed|lm_head|mtp\.fc)\.weight$")
+
+
+def scaled_codes(parts: Sequence[CodedRows]) -> WeightFormat:
+    """Scaled codes of the kinds in `parts`, each for some consecutive rows of a weight."""
+    names = " and ".join(dict.fromkeys(part.name for part in parts))
+    return WeightFormat(
+        name=f"{names} as {', '.join(f'{part.rows} rows' for part in parts)}",
+        storage=torch.int16,
+        block=blocks.UNIT,
+        parameters=_CODED,
+        is_read_on=lambda device: reads_blocks(device),
+        parts=tuple(parts),
+        scale_dtype=torch.int16,
+    )
+
+
+def coded_part(
+    form: WeightFormat, words: torch.Tensor, scales: torch.Tensor, first: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The words [N, W] and scales [units, N, S] of the part that begins at row `first`: views."""
+    if len(form.parts) == 1:
+        return words, scales
+    at = word = field = 0
+    for part in form.parts:
+        kind = part.kind
+        size = (part.rows, columns // blocks.UNIT * kind.words)
+        units = (kind.units(columns), part.rows, kind.fields)
+        word_end, field_end = word + size[0] * size[1], field + units[0] * units[1] * units[2]
+        if at == first:
+            return words[word:word_end].view(size), scales[field:field_end].view(units)
+        at, word, field = at + part.rows, word_end, field_end
+    raise IndexError(first)
+
+
+def reads_blocks(device: torch.device) -> bool:
+    """Whether products on `device` read scaled codes."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def reads_int4(device: torch.device) -> bool:
@@ -134,7 +223,10 @@ _PARTNER = re.compile(r"(?<=\.ffn\.)(gate_up|down)$")
 W8A8_VALUES = replace(W8A8, name=f"{W8A8.name}, multiplied out", storage=None)
 
 Formats = Mapping[str, WeightFormat]
-"""The formats of a model's parameters by full name; parameters that are not listed are plain."""
+"""The formats of a model's parameters by full name; parameters that are not listed are plain.
+
+A mixture whose stacks do not hold the shared expert lists the parameters that hold it, though they are plain.
+"""
 
 NO_FORMATS: Formats = MappingProxyType({})
 
@@ -186,13 +278,31 @@ def formats_for(
     return formats
 
 
+def packed_names(form: WeightFormat) -> tuple[str, ...]:
+    """What a matrix in packed codes holds, by name; several names for parts of several kinds."""
+    if form.group:
+        return ("four bits",)
+    return tuple(dict.fromkeys(part.name for part in form.parts))
+
+
 def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) -> str:
-    """The log text about FP8 and four-bit weights; empty for a checkpoint without them."""
-    four_bits = sum(form.group > 0 for form in formats.values())
+    """The log text about FP8 and packed weights; empty for a checkpoint without them."""
     if recipe is None:
-        return f" ({four_bits} matrices in four bits)" if four_bits else ""
+        kept: dict[str, list[str]] = {}
+        for parameter, form in formats.items():
+            for name in packed_names(form):
+                kept.setdefault(name, []).append(parameter)
+        texts = [f"{describe_kept(parameters)} in {name}" for name, parameters in kept.items()]
+        return f" ({', '.join(texts)})" if texts else ""
     is_kept = any(form.has_factors for form in formats.values())
     return f" (FP8 as {recipe}{'' if is_kept else ', multiplied out'})"
+
+
+def describe_kept(names: Iterable[str]) -> str:
+    """How many of the parameters `names` are matrices and how many are stacks; empty without any."""
+    is_stack = [EXPERTS.search(name) is not None for name in names]
+    counts = {"matrices": is_stack.count(False), "stacks of experts": is_stack.count(True)}
+    return " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
 
 @dataclass(frozen=True)
@@ -220,6 +330,10 @@ class ParameterFactory:
     def format_of(self, name: str) -> WeightFormat:
         """The format of this module's parameter `name`."""
         return self.formats.get(self.name + name, PLAIN)
+
+    def lists(self, name: str) -> bool:
+        """Whether the formats list this module's parameter `name`, in any format."""
+        return self.name + name in self.formats
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised parameter without a format, in the activations' dtype or another."""

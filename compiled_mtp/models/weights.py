@@ -20,9 +20,16 @@ from compiled_mtp.models.catalogue import check_packed, describe_packed, is_pack
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
-from compiled_mtp.models.four_bits import fill_four_bits, four_bit_formats, has_codes, made_up_formats
+from compiled_mtp.models.four_bits import (
+    codes_apart,
+    fill_four_bits,
+    four_bit_formats,
+    has_codes,
+    made_up_formats,
+)
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
+from compiled_mtp.models.scaled_codes import fill_scaled_codes, has_scaled_codes, scaled_code_formats
 from compiled_mtp.models.shards import shard_layout
 from compiled_mtp.models.stored_weight import Region, StoredWeight
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
@@ -39,17 +46,20 @@ def read_formats(
     device: torch.device,
     recipe: Recipe | None,
     dtype: torch.dtype = torch.bfloat16,
+    world: int = 1,
 ) -> Formats:
-    """The formats of the parameters for the checkpoint in `path` on `device`; see `kept_columns` and
-    `four_bit_formats`.
+    """The formats of the parameters for the checkpoint in `path` on `device`; see `kept_columns`,
+    `four_bit_formats` and `scaled_code_formats`.
 
-    recipe: the result of `resolve_recipe`. dtype: of the activations. Without a `path`, for parameters that
+    recipe: the result of `resolve_recipe`. dtype: of the activations. world: the number of ranks; several
+    ranks do not divide scaled codes, so that these are multiplied out. Without a `path`, for parameters that
     no checkpoint fills, the formats of a release with this config. Raises ValueError for a config whose
     numbers of layers or experts contradict the files.
     """
     headers = {} if path is None else read_stored(Path(path))
     may_have_codes = dtype == torch.bfloat16 and (bool(config.four_bit_group) or has_codes(headers))
-    if not config.quantized and not may_have_codes:
+    may_have_blocks = dtype == torch.bfloat16 and world == 1 and has_scaled_codes(headers)
+    if not config.quantized and not may_have_codes and not may_have_blocks:
         return NO_FORMATS
     if path is not None:
         check_counts(config, headers)
@@ -64,10 +74,13 @@ def read_formats(
     formats: Formats = NO_FORMATS
     if config.quantized:
         formats = formats_for(recipe, kept_columns(layout, FP8, is_stored), device)
+    if may_have_blocks:
+        formats = {**formats, **scaled_code_formats(layout, headers, device)}
     if not may_have_codes:
         return formats
     if path is None:
         return {**formats, **made_up_formats(layout, config.four_bit_group, device)}
+    layout = FAMILIES[config.family].layout(config, headers, codes_apart(config))
     return {**formats, **four_bit_formats(layout, headers, device)}
 
 
@@ -126,8 +139,9 @@ def _count_bytes(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
     for stored in layout.values():
         form = formats.get(stored.pieces[0].parameter)
         numbers = sum(piece.size_of(stored.shape) for piece in stored.pieces)
-        if form is not None and form.group:
-            count += numbers // 2 + numbers // form.group * 4
+        if form is not None and form.is_packed:
+            width = numbers // sum(piece.rows for piece in stored.pieces)
+            count += sum(form.bytes_of(range(p.start, p.start + p.rows), width) for p in stored.pieces)
         else:
             count += numbers * (dtype if form is None or form.storage is None else form.storage).itemsize
     return count
@@ -153,12 +167,12 @@ def load_weights(
     parameters: allocated, on any device and in their final dtype, with the names of the layout and the
     formats of `formats`; they are those of `rank` of `world` ranks, while `config` is the whole model's. Only
     what they hold is read. FP8 weights with a `_scale_inv` are copied with their factors to FP8 parameters,
-    and multiplied out for others. Quantised linears are packed again for parameters of four-bit codes; for
-    others they are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the
-    parameters: the largest shard of a plain tensor, and its product if it is multiplied out. progress: called
-    with the bytes done and the bytes in all. allow_extra: accept unused tensors. is_checked: search the
-    parameters for NaN and infinity. Raises ValueError before anything is copied, with the first tensors that
-    are missing, unused, or of another shape or dtype, and the first parameters that would not be filled; and
+    and multiplied out for others. Quantised weights are packed again for parameters of codes; for others they
+    are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the parameters:
+    the largest shard of a plain tensor, and its product if it is multiplied out. progress: called with the
+    bytes done and the bytes in all. allow_extra: accept unused tensors. is_checked: search the parameters for
+    NaN and infinity. Raises ValueError before anything is copied, with the first tensors that are missing,
+    unused, or of another shape or dtype, and the first parameters that would not be filled; and
     afterwards with the first tensors that are not finite.
     """
     weights = read_stored(Path(path))
@@ -172,11 +186,13 @@ def load_weights(
         weight, scale = weights[name], weights.get(name + FP8.scale_suffix)
         for piece in layout[name].pieces:
             parameter, region = parameters[piece.parameter], piece.region(weight.shape)
-            target = piece.view_of(parameter, weight.shape)
-            if formats.get(piece.parameter, PLAIN).group:
+            target, form = piece.view_of(parameter, weight.shape), formats.get(piece.parameter, PLAIN)
+            if form.group:
                 fill_four_bits(weight, piece, parameter, parameters[f"{piece.parameter}_scale"])
+            elif form.parts:
+                fill_scaled_codes(weight, piece, form, parameter, parameters[f"{piece.parameter}_scale"])
             elif isinstance(weight, Header):
-                if scale is not None and not formats.get(piece.parameter, PLAIN).has_factors:
+                if scale is not None and not form.has_factors:
                     part = _multiply_out(weight, scale, region, parameter.dtype)
                 else:
                     part = weight.read(region)
@@ -200,9 +216,9 @@ def multiplied_out(
 
 
 def _multiplied_out(layout: Layout, formats: Formats) -> Iterator[str]:
-    """The names of the stored tensors that fill any parameter without four-bit codes."""
+    """The names of the stored tensors that fill any parameter without packed codes."""
     for name, stored in layout.items():
-        if not all(formats.get(piece.parameter, PLAIN).group for piece in stored.pieces):
+        if not all(formats.get(piece.parameter, PLAIN).is_packed for piece in stored.pieces):
             yield name
 
 

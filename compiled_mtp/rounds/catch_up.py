@@ -37,9 +37,10 @@ def catch_up(step: Step, state_index: torch.Tensor) -> None:
         start=pos,
         base=pos,
     )
+    embeddings, ids = step.target.embed.table_for(slots.deferred_ids[entries])
     step.draft.write_keys(
-        step.target.embed.weight,
-        slots.deferred_ids[entries],
+        embeddings,
+        ids,
         slots.deferred_hidden[entries],
         rows,
         step.kv_cache.draft,

@@ -28,7 +28,7 @@ from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
-from compiled_mtp.models.weight_format import describe_recipe
+from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.runner.cache_key import early_key, late_key
@@ -77,21 +77,27 @@ def build(
         key = early_key(spec)
         check_key(spec.cache, stored | key)
     target, draft = _load(spec, progress, fill)
+    if draft is not None:
+        allocate = partial(_allocate_draft, spec)
+        draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     config = spec.config
     buckets = ladders(_row_unit(spec, target), spec.shapes, config.max_batch, config.batch_sizes)
+    width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
+    draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
         spec,
         free_bytes=_free_bytes(spec),
         host_bytes=_host_bytes(spec),
-        draft_head_bytes=spec.draft_head.num_bytes(target.head_weight),
+        draft_head_bytes=draft_head_bytes,
         most_rows=max(bucket.rows for bucket in buckets),
     )
     models = [target] if draft is None else [target, draft]
     weight_bytes = [sum(parameter.nbytes for parameter in model.parameters()) for model in models]
     recipe = describe_recipe(spec.weight_recipe, spec.weight_formats)
-    logger.info("%d MiB of weights%s, %s", sum(weight_bytes) >> 20, recipe, memory.describe())
+    drafts = spec.drafts.describe(draft_head_bytes)
+    logger.info("%d MiB of weights%s%s, %s", sum(weight_bytes) >> 20, recipe, drafts, memory.describe())
     graph_mode = choose_graph_mode(spec, weight_bytes[0])
     saved = None
     if spec.cache is not None:
@@ -183,9 +189,8 @@ def _load(
             allow_extra=spec.config.allow_extra_tensors,
         )
     arguments = (spec.model_shard, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
-    family = FAMILIES[spec.model.family]
-    target = family.target(*arguments)
-    draft = family.draft(*arguments) if spec.mtp_step else None
+    target = FAMILIES[spec.model.family].target(*arguments)
+    draft = _allocate_draft(spec, spec.weight_formats) if spec.mtp_step else None
     parameters = {name: parameter.data for name, parameter in target.named_parameters()}
     if draft is not None:
         parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
@@ -209,12 +214,17 @@ def _load(
     return target, draft
 
 
+def _allocate_draft(spec: EngineSpec, formats: Formats) -> DraftModel:
+    draft = FAMILIES[spec.model.family].draft
+    return draft(spec.model_shard, spec.dtype, spec.device, formats, spec.communicator)
+
+
 @torch.no_grad()
 def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft: DraftModel | None) -> Step:
     config, model, device = spec.config, spec.model_shard, spec.device
     slots, block_size, mtp_step = config.max_batch + SPARE_SLOTS, config.block_size, spec.mtp_step
     # Before the caches are allocated: making the head takes more memory than the head itself.
-    draft_head = spec.draft_head.make(target.head_weight, target.head_rows)
+    draft_head = spec.drafts.make_head(target.head_rows, device)
     kv_cache = KVCache(
         model, memory.num_blocks, block_size, spec.kv_dtype, device, with_draft=draft is not None
     )
@@ -253,7 +263,9 @@ def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
     units = (1, 2, 4, 8)
     each = [ladders(unit, spec.shapes, config.max_batch, config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
-    weights = [*weights_of(target.modules()), *k_splits_of(target.modules()), target.head_weight]
+    weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
+    if target.head_codes is None:
+        weights.append(target.head_weight)
     found = find_row_unit(weights, row_counts)
     # All ranks take the largest unit: units are powers of two, so it is a multiple of every rank's own.
     unit = -spec.agree(-(found or 2 * units[-1]))
@@ -269,6 +281,8 @@ def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
 def _free_bytes(spec: EngineSpec) -> int:
     """Bytes that are free on this rank's device now, the same number on every rank; on a CPU its share."""
     if spec.device.type == "cuda":
+        # torch holds on to memory that loading no longer uses, such as linears before their FP8 copies.
+        torch.cuda.empty_cache()
         return spec.agree(torch.cuda.mem_get_info(spec.device)[0])
     return _host_bytes(spec)
 

@@ -12,18 +12,16 @@ import torch
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import fail
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 from compiled_mtp.models.catalogue import read_stored
-from compiled_mtp.models.draft_head import DraftHeadPlan
 from compiled_mtp.models.draft_vocabulary import choose_draft_ids
+from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
-from compiled_mtp.ops.fp8 import converts_fp8
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.spec.depth import first_depth
 
@@ -47,8 +45,9 @@ def _format_names(formats: Formats) -> Mapping[str, str]:
     return {name: form.name for name, form in sorted(formats.items())}
 
 
-def _draft_head_key(plan: DraftHeadPlan) -> Mapping[str, int | bool | None]:
-    return {"num_ids": plan.num_ids, "is_fp8": plan.is_fp8}
+def _draft_weights(plan: DraftPlan) -> Mapping[str, int | bool | None]:
+    names = ("num_ids", "has_fp8_head", "has_fp8_linears")
+    return {name: getattr(plan, name) for name in names}
 
 
 def _kind(communicator: Communicator | None) -> str | None:
@@ -78,7 +77,7 @@ class EngineSpec:
     weight_recipe: Recipe | None
     weight_formats: Formats = field(metadata={"traced": _format_names})
     shapes: tuple[RoundShape, ...]
-    draft_head: DraftHeadPlan = field(metadata={"traced": _draft_head_key})
+    drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
     max_model_len: int
     prefill_chunk: int
@@ -167,6 +166,7 @@ def resolve(
     num_threads = config.num_threads
     if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
         num_threads = 1
+    formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
     return EngineSpec(
         config=config,
         model=model,
@@ -175,9 +175,9 @@ def resolve(
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
         weight_recipe=recipe,
-        weight_formats=read_formats(model, path, device, recipe, dtype),
+        weight_formats=formats,
         shapes=shapes,
-        draft_head=_plan_draft_head(config, model, num_valid_ids, device),
+        drafts=_plan_drafts(config, model, num_valid_ids, formats, dtype=dtype, device=device),
         num_valid_ids=num_valid_ids,
         max_model_len=config.resolve_max_model_len(model),
         prefill_chunk=config.resolve_prefill_chunk(kind, model),
@@ -259,20 +259,20 @@ def _has_graphs(config: EngineConfig, device_type: str) -> bool:
     return device_type != "cpu" and config.graph_mode != "off"
 
 
-def _plan_draft_head(
-    config: EngineConfig, model: ModelConfig, num_valid_ids: int, device: torch.device
-) -> DraftHeadPlan:
-    """Which head the drafts are drawn from.
-
-    Raises ValueError for a file of ids that does not fit the vocabulary, and for FP8 on a GPU that cannot
-    convert it.
-    """
+def _plan_drafts(
+    config: EngineConfig,
+    model: ModelConfig,
+    num_valid_ids: int,
+    formats: Formats,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DraftPlan:
+    """What drafts read. Raises ValueError as `choose_draft_ids` and `plan_drafts`, with drafts or without."""
     ids = choose_draft_ids(config.draft_vocab, num_valid_ids, model.eos_token_ids)
-    is_fp8 = config.draft_head_dtype != "auto"
-    if is_fp8 and device.type == "cuda" and not converts_fp8(device):
-        remedy = "its kernels need compute capability 8.9, pass auto"
-        raise fail("draft_head_dtype", "be auto on this GPU", config.draft_head_dtype, remedy)
-    return DraftHeadPlan(ids, is_fp8) if config.depths[-1] else DraftHeadPlan(None, False)
+    world = config.tensor_parallel
+    plan = plan_drafts(config.draft_dtype, model, ids, formats, dtype=dtype, device=device, world=world)
+    return plan if config.depths[-1] else DraftPlan()
 
 
 def _is_small(path: Path) -> bool:

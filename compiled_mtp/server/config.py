@@ -42,14 +42,14 @@ class ServerConfig(BaseSettings):
     )
     allowed_hosts: _Names = Field(
         default=(),
-        description="names that clients may call this server, separated by commas, * for any; default: the "
-        "loopback's names and `host`",
+        description="names under which clients may reach this server, separated by commas, * for any; "
+        "default: the loopback's names and `host`",
     )
     max_body_bytes: int = Field(default=8 * 2**20, ge=1, description="bytes of a request's body")
     header_timeout_s: float = Field(default=10.0, gt=0, description="seconds for a request's headers")
     body_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a request's body")
     write_timeout_s: float = Field(
-        default=30.0, gt=0, description="seconds that a client may leave the connection full"
+        default=30.0, gt=0, description="seconds without a read by the client while its connection is full"
     )
     keep_alive_timeout_s: int = Field(
         # Proxies keep a connection idle for up to 60 s, and the server must not close it before they do.
@@ -118,12 +118,12 @@ class ServerConfig(BaseSettings):
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"api_key_file must be readable text, got {self.api_key_file}: {type(error).__name__}; "
-                    "write a key a line into it"
+                    "write one key per line into it"
                 ) from None
             if len(text) > _MOST_KEY_CHARACTERS:
                 raise ValueError(
                     f"api_key_file must hold at most {_MOST_KEY_CHARACTERS} characters, got more in "
-                    f"{self.api_key_file}; write a key a line into it"
+                    f"{self.api_key_file}; write one key per line into it"
                 )
             # Do not split a key at its spaces: single words are easily guessed.
             lines = [key for line in text.splitlines() if (key := line.strip())]
@@ -135,7 +135,7 @@ class ServerConfig(BaseSettings):
         return tuple(found)
 
     def hosts(self) -> frozenset[str]:
-        """Return the names in lower case that a Host header may hold; `*` stands for any."""
+        """Return the names, in lower case, that a Host header may hold; `*` allows any name."""
         own = (*LOOPBACK_NAMES, self.host)
         return frozenset(name.lower().strip("[]") for name in (self.allowed_hosts or own))
 

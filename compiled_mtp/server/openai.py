@@ -1,4 +1,4 @@
-"""OpenAI's API: completions, chat completions, models, and /tokenize beside them."""
+"""OpenAI's API: completions, chat completions and models, and the service's own /tokenize."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from compiled_mtp.server.rounds import round_fields
 from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
 
-# What OpenAI's completions give when nothing is said; chats may fill the context.
+# OpenAI's default max_tokens of completions; a chat's default is the room left in the context.
 DEFAULT_COMPLETION_TOKENS = 16
 
 
 @dataclass
 class _Choice:
-    """One choice while it is decoded: what its answer holds so far."""
+    """One choice while it is decoded, with its answer so far."""
 
     index: int
     parser: OutputParser
@@ -59,14 +59,14 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # Of the text that begins with the next entry of a stream's logprobs.
+    # Where the text of a stream's next logprobs entry begins, in characters of the choice's text.
     offset: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
     drafts: list[RoundDrafts] = field(default_factory=list)
     finish_reason: str | None = None
 
     def part(self, output: RequestOutput) -> list[Delta]:
-        """Return what one output says, without keeping it."""
+        """Return the deltas of one output; store only its finish reason."""
         reason = output.finish_reason
         deltas = self.parser.add(output.new_text, reason is not None)
         if reason is not None:
@@ -74,7 +74,7 @@ class _Choice:
         return deltas
 
     def take(self, output: RequestOutput) -> list[Delta]:
-        """Add one output; return what it says."""
+        """Store one output; return its deltas."""
         deltas = self.part(output)
         for delta in deltas:
             if isinstance(delta, Content):
@@ -90,13 +90,13 @@ class _Choice:
 
 
 class OpenAIHandlers:
-    """The endpoints, over one service."""
+    """The endpoints of OpenAI's API over one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def models(self) -> Response:
-        """List the model under all its names."""
+        """GET /v1/models: one entry for each name of the model."""
         service = self._service
         entries = [
             {
@@ -112,19 +112,19 @@ class OpenAIHandlers:
         return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, name: str) -> Response:
-        """One entry of that list."""
+        """GET /v1/models/{name}: the entry of one name."""
         self._service.check_model(name)
         entry = {"id": name, "object": "model", "created": self._service.created, "owned_by": "compiled-mtp"}
         return JSONResponse(entry)
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text or of a rendered chat."""
+        """POST /tokenize: the token ids of a text or of a rendered chat."""
         body = parse(TokenizeBody, await request.body(), self._service.config)
         if body.model is not None:
             self._service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(
-                400, "prompt must be given or messages, got both or none; choose one", param="prompt"
+                400, "prompt or messages must be given, got both or none; give one of them", param="prompt"
             )
         check_limits(self._service.config, (), (), (), tools=_dumped(body.tools))
         if body.prompt is not None:
@@ -170,7 +170,7 @@ class OpenAIHandlers:
         return await self._respond(request, answer, choices, streams)
 
     async def responses(self) -> Response:
-        """The endpoint that clients try first, refused by name."""
+        """POST /v1/responses: refuse it and name the endpoint to use; some clients try it first."""
         raise ApiError(
             404,
             "/v1/responses must not be called, it is not in this version; use /v1/chat/completions",
@@ -213,8 +213,8 @@ class OpenAIHandlers:
         given = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
         if len(given) > 1 and body.max_tokens != body.max_completion_tokens:
             raise ApiError(400, f"max_tokens must be given once, got {given}; choose one", param="max_tokens")
-        # What the engine refuses comes back with its own words. The prompt has shown the tools: the engine
-        # needs them for a call that is forced.
+        # SamplingParams checks the values; its error texts go to the client. The prompt already lists the
+        # tools; the engine needs them only to force a call.
         forced = body.tool_choice if body.tool_choice not in ("auto", "none") else None
         tools = _dumped(body.tools)
         if forced is not None:
@@ -275,7 +275,7 @@ class OpenAIHandlers:
 
 
 class _Answer:
-    """Makes the objects of one answer: whole, or as the chunks of a stream."""
+    """Builds the JSON of one answer: a whole object, or the chunks of a stream."""
 
     def __init__(
         self, body: CompletionBody | ChatBody, prefix: str, kind: str, usage: Usage, service: Service
@@ -294,7 +294,7 @@ class _Answer:
     async def whole(
         self, choices: list[_Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
     ) -> dict[str, Any]:
-        """Wait for all choices; return the object."""
+        """Read all outputs; return the answer's object."""
         async for index, output in outputs:
             choices[index].take(output)
             if output.finish_reason is not None:
@@ -303,7 +303,7 @@ class _Answer:
         answer = self._head | {"choices": entries, "usage": self._usage.to_openai()}
         if self.body.prompt_logprobs is None:
             return answer
-        # Choices of one prompt share what its first one says.
+        # All choices of a prompt get the prompt log probabilities that its first choice carries.
         every = [self._prompt_logprobs(choice.prompt_logprobs or ()) for choice in choices]
         num_choices = self.body.n or 1
         if self._is_chat:
@@ -315,7 +315,7 @@ class _Answer:
     async def events(
         self, choices: list[_Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
     ) -> AsyncIterator[bytes]:
-        """Yield the events of a stream; an error is its last one."""
+        """Yield the events of a stream; an error is its last event."""
         head = dict(self._head)
         has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
         if self._is_chat:
@@ -351,19 +351,20 @@ class _Answer:
         yield b"data: [DONE]\n\n"
 
     def _frame(self, head: Mapping[str, Any], choice: _Choice, has_usage: bool) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the text, as JSON, of an event with nothing but text; None where
-        events hold more.
+        """Return the bytes before and after the text in events that hold only text; None if events hold more.
+
+        The text itself goes between them as a JSON string.
         """
         body = self.body
-        # A completion's logprobs are a number, and 0 of them are those of its own tokens.
+        # In completions `logprobs` is a number: 0 asks for the log probabilities of the drawn tokens alone.
         has_logprobs = body.logprobs is not None and body.logprobs is not False
         if body.include_round or body.include_drafts or body.return_token_ids or has_logprobs:
             return None
         text = uuid.uuid4().hex
         said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
         chunk = {**head, "choices": [_chunk(choice, said)], **({"usage": None} if has_usage else {})}
-        before, behind = _event(chunk).split(f'"{text}"'.encode())
-        return before, behind
+        before, after = _event(chunk).split(f'"{text}"'.encode())
+        return before, after
 
     def _chunk_choice(
         self, choice: _Choice, output: RequestOutput, deltas: Sequence[Delta]
@@ -379,7 +380,7 @@ class _Answer:
         else:
             said = {"text": "".join(d.text for d in deltas if isinstance(d, Content))}
         entry = _chunk(choice, said) | {"logprobs": self._logprobs(entries, choice.offset)}
-        # As in a whole answer, where a token that a stop has cut counts with all of its text.
+        # A token that a stop string cuts counts with its whole text, as in an answer that is no stream.
         choice.offset += sum(len(_token(self._tokenizer, e.token_id)) for e in entries)
         if wants_ids:
             entry["token_ids"] = output.new_token_ids
@@ -404,13 +405,16 @@ class _Answer:
         return entry | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
     def _prompt_logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
-        """As vLLM has them: by id, the prompt's token and the likeliest ones; none of the first token."""
+        """Return vLLM's form: per position a dict by token id of the prompt's token and the likeliest ones.
+
+        The first position has None.
+        """
         found: list[dict[str, Any] | None] = [None]
         for entry in entries:
             ranked = [(one.token_id, one.logprob, rank) for rank, one in enumerate(entry.top, start=1)]
             found.append(
                 {
-                    # JSON has no infinity: a row that is not finite has vLLM's lowest number.
+                    # JSON has no infinity: a log probability that is not finite becomes vLLM's lowest number.
                     str(token_id): {
                         "logprob": max(logprob, -9999.0),
                         "rank": rank,
@@ -447,7 +451,7 @@ class _Answer:
 
 
 def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates read them: arguments of calls are objects, developers are system."""
+    """Return messages as chat templates read them: call arguments as objects, `developer` as `system`."""
     plain = []
     for index, message in enumerate(messages):
         fields = message.model_dump(
@@ -502,7 +506,7 @@ def _prompts_of(
     most = service.config.max_choices
     if not 1 <= len(prompts) <= most:
         raise ApiError(
-            400, f"prompt must be 1 to {most} prompts, got {len(prompts)}; send others", param="prompt"
+            400, f"prompt must be 1 to {most} prompts, got {len(prompts)}; split the request", param="prompt"
         )
     return list(prompts)
 
@@ -526,7 +530,7 @@ def _delta(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def _add_calls(calls: list[dict[str, Any]], deltas: Sequence[Delta]) -> None:
-    """Add to `calls`, entries of a message or of a chunk, what the deltas say of calls."""
+    """Add the calls in `deltas` to `calls`, the entries of a message or of a chunk."""
     for delta in deltas:
         if isinstance(delta, CallStart):
             call = {"index": delta.index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}

@@ -11,10 +11,10 @@ from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Unread
 
 CacheSalt = Annotated[
     str | None,
-    Field(default=None, description="prompts share cached prefixes with those of the same salt alone"),
+    Field(default=None, description="prompts share cached prefixes only with prompts of the same salt"),
 ]
-Priority = Annotated[int | None, Field(default=None, description="the lower one is sooner; default: 0")]
-# Of the engine's own names, those that both bodies take under the same name.
+Priority = Annotated[int | None, Field(default=None, description="lower numbers start first; default: 0")]
+# The fields of SamplingParams that both bodies have under the same names.
 SAME_NAMES = (
     "temperature",
     "top_p",
@@ -41,7 +41,7 @@ SAME_NAMES = (
 
 
 class StreamOptions(Body):
-    """What a stream carries beside its text."""
+    """What a stream carries in addition to its text."""
 
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
@@ -68,7 +68,7 @@ class SamplingBody(Body):
     include_stop: bool | None = None
     seed: int | None = None
     cache_salt: CacheSalt = None
-    n: int | None = Field(default=None, ge=1, description="choices; choice 0 is that of n=1")
+    n: int | None = Field(default=None, ge=1, description="choices; choice 0 is the same as with n=1")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     bad_words: list[str] | None = None
@@ -80,15 +80,15 @@ class SamplingBody(Body):
     guided_grammar: str | None = None
     priority: Priority = None
     include_round: bool | None = Field(
-        default=None, description="each chunk of a stream says what its rounds drafted and accepted"
+        default=None, description="each chunk of a stream has the numbers of drafted and accepted tokens"
     )
     include_drafts: bool | None = Field(
-        default=None, description="choices carry their tokens, and the drafts of each of their rounds"
+        default=None, description="choices have their tokens, and the drafts of each of their rounds"
     )
     prompt_logprobs: int | None = Field(
-        default=None, description="log probabilities of the prompt, in answers that are no streams"
+        default=None, description="likeliest tokens reported per position of the prompt; not in streams"
     )
-    return_token_ids: bool | None = Field(default=None, description="choices carry their token ids")
+    return_token_ids: bool | None = Field(default=None, description="choices have their token ids")
     user: Ignored = None
     store: Ignored = None
     metadata: Ignored = None
@@ -96,7 +96,7 @@ class SamplingBody(Body):
     cache_control: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
-    # What other servers take, with the value that asks for nothing.
+    # Fields of other servers, each with the value that changes nothing.
     echo: Annotated[Any, Unread((False,))] = None
     best_of: Annotated[Any, Unread((1,))] = None
     use_beam_search: Annotated[Any, Unread((False,))] = None
@@ -120,7 +120,7 @@ class CompletionBody(SamplingBody):
 
 
 class FunctionCall(Body):
-    """The call that an assistant made."""
+    """A call that the assistant made."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -136,7 +136,7 @@ class ToolCall(Body):
 
 
 def _check_kind(kind: str) -> str:
-    # Texts of the Responses API have types of their own.
+    # input_text and output_text are the Responses API's types of text.
     if kind not in ("text", "input_text", "output_text"):
         context = {"rule": "be text", "remedy": "images and other media are not in this version"}
         raise PydanticCustomError(UNREAD_FIELD, "must be text", context)
@@ -226,7 +226,7 @@ class ChatBody(SamplingBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or a chat as it would be rendered."""
+    """POST /tokenize: a text, or a chat to render."""
 
     model: str | None = None
     prompt: str | None = None

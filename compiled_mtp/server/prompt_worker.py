@@ -1,7 +1,7 @@
-"""A process that renders chats and tokenises: it can be killed when a template or a text takes too long.
+"""A process that renders chats and tokenises; the server kills it if a template or a text takes too long.
 
-Reads and writes frames, four bytes of length (big end first) and JSON, on its standard input and output. No
-torch, no FastAPI.
+Reads frames from standard input and writes frames to standard output: four bytes of length, big-endian, then
+JSON. Imports neither torch nor FastAPI.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any, BinaryIO
 
 from compiled_mtp.frontend.tokenizer import Tokenizer
 
-# Beside what the tokenizer itself takes.
+# Address space of the process, with Python and the tokenizer.
 _MEMORY_BYTES = 8 * 2**30
 
 
 def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
-    """Return the ids of one job: {"text"} or {"messages", "variables"}.
+    """Return {"ids": token ids} of one job: {"text"} or {"messages", "variables"}.
 
-    Raises ValueError for what the tokenizer or the template refuses and for a text of more than `max_chars`.
+    Raises ValueError if the tokenizer or the template refuses the job, or its text has more than `max_chars`
+    characters.
     """
     is_chat = "messages" in job
     text = tokenizer.apply_chat_template(job["messages"], **job["variables"]) if is_chat else str(job["text"])

@@ -1,4 +1,4 @@
-"""Prompts become token ids in processes beside the server's, within limits of time and size."""
+"""PromptPool: separate processes turn prompts into token ids, within limits of time and size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_mtp.server.errors import ApiError
 logger = logging.getLogger("compiled_mtp.server")
 
 _START_TIMEOUT_S = 120.0
-# A worker's file, not `-m`: the package is found wherever this one came from, uninstalled too.
+# Not `-m`: with this package's own path, workers import the same package even if it is not installed.
 _ROOT = Path(__file__).parents[2]
 _CODE = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
@@ -33,10 +33,10 @@ class Prompt:
 
 
 class PromptPool:
-    """`num_workers` processes that render and tokenise for the checkpoint at `path`.
+    """`num_workers` processes that render and tokenise with the tokenizer of the checkpoint at `path`.
 
-    Used from one event loop. A job that takes longer than `timeout_s` seconds ends with its process, which is
-    replaced. At most `max_waiting` jobs wait for one.
+    Used from one event loop. If a job takes more than `timeout_s` seconds, the pool kills its process and
+    starts another. At most `max_waiting` jobs wait for a process.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class PromptPool:
         self._max_chars = max_chars
         self.max_waiting = max_waiting
         self._num_workers = num_workers
-        # None is in the place of a process that could not be started again.
+        # None: a process that could not be started again.
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         self._workers: set[asyncio.subprocess.Process] = set()
         self._num_jobs = 0
         self._is_closed = False
 
     async def start(self) -> None:
-        """Start the processes; wait until they have read the tokenizer. Raises ValueError if one cannot."""
+        """Start the processes; wait until they have read the tokenizer. Raises ValueError if one fails."""
         await asyncio.gather(*(self._add_worker() for _ in range(self._num_workers)))
 
     async def close(self) -> None:
-        """End the processes; what they worked on ends with an ApiError."""
+        """End the processes; their open jobs end with an ApiError."""
         self._is_closed = True
         workers = tuple(self._workers)
         for worker in workers:
@@ -68,18 +68,21 @@ class PromptPool:
         self._workers.clear()
 
     async def encode(self, text: str) -> Prompt:
-        """Return the ids of a text. Raises ApiError for what is refused, too slow or too much."""
+        """Return the token ids of a text.
+
+        Raises ApiError if the text is refused, too slow or too large, or too many jobs wait.
+        """
         return await self._run({"text": text})
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Prompt:
-        """Return the ids of a chat; `variables` go to its template. Raises ApiError as `encode`."""
+        """Return the token ids of a chat; `variables` go to its template. Raises as `encode` does."""
         return await self._run({"messages": list(messages), "variables": dict(variables)})
 
     async def _run(self, job: Mapping[str, Any]) -> Prompt:
         if self._num_jobs >= self._num_workers + self.max_waiting:
             raise ApiError(
                 429,
-                f"prompts that wait must be at most {self.max_waiting}, got one more; try again later",
+                f"waiting prompts must be at most {self.max_waiting}, got one more; try again later",
                 code="queue_full",
                 retry_after_s=1,
             )
@@ -98,7 +101,7 @@ class PromptPool:
         return Prompt(answer["ids"])
 
     async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
-        """One job's answer; the worker is idle again afterwards, or another one in its place."""
+        """Return one job's answer; afterwards the worker, or its replacement, is idle again."""
         try:
             frame = json.dumps(job).encode()
             assert worker.stdin is not None
@@ -122,7 +125,7 @@ class PromptPool:
                 400, "a prompt must be tokenised in bounded memory, got a larger one; shorten it"
             ) from None
         except BaseException:
-            # Its answer would be taken for that of the next job.
+            # The worker may still answer this job, and the next job would read that answer.
             await self._replace(worker)
             raise
         self._idle.put_nowait(worker)
@@ -135,7 +138,7 @@ class PromptPool:
             await asyncio.shield(self._refill())
 
     async def _refill(self) -> bool:
-        """Start a process in the place of one that ended; where that fails the next job tries again."""
+        """Replace a process that ended; return whether that worked. If not, the next job tries again."""
         try:
             await self._add_worker()
         except (ValueError, OSError) as error:
@@ -153,7 +156,7 @@ class PromptPool:
             str(self._max_chars),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Ctrl-C is for the server, which ends its workers itself.
+            # Keeps Ctrl-C from the workers: the server ends them itself.
             start_new_session=True,
         )
         self._workers.add(worker)
@@ -164,7 +167,7 @@ class PromptPool:
             _kill(worker)
             self._workers.discard(worker)
             raise ValueError(
-                f"model must have a tokenizer that can be read, got {self._path}; see what its process wrote"
+                f"model must have a tokenizer that can be read, got {self._path}; see its process' output"
             ) from None
         self._idle.put_nowait(worker)
 

@@ -1,7 +1,7 @@
-"""From a config to a server that listens, and its end: SIGTERM and Ctrl-C let open requests finish.
+"""Starts the server from its config, and ends it: SIGTERM and Ctrl-C let open requests finish.
 
-`compiled-mtp serve --help` lists the flags. What can be refused before the weights are loaded is:
-flags, keys, a busy port, a checkpoint without a tokenizer.
+`compiled-mtp serve --help` lists the flags. Wrong flags and keys, a busy port and a checkpoint without a
+tokenizer are refused before the weights are loaded.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from compiled_mtp.terminal.signals import leaving
 
 logger = logging.getLogger("compiled_mtp.server")
 
-# Flags are public.
+# Not flags: other users of the machine can read them.
 _SECRET = ("api_key",)
-# What Python lets one thread run while another waits, 5 ms by default, is a step of a fast model.
+# How long one thread may run while another waits: Python's default, 5 ms, is as long as a fast model's step.
 _SWITCH_INTERVAL_S = 0.0005
 _PROBE = {
     "type": "function",
@@ -53,7 +53,7 @@ _PROBE = {
 def make_service(
     engine: SteppedEngine, tokenizer: Tokenizer, model: Path, max_model_len: int, config: ServerConfig
 ) -> Service:
-    """Return the service over an engine, which is stepped from now on, and the tokenizer of `model`."""
+    """Return the service over `engine` and the tokenizer of `model`; starts the engine's stepping thread."""
     metrics = Metrics()
     metrics.set_stats(engine.stats())
     stepped = AsyncEngine(
@@ -74,7 +74,7 @@ def assemble_service(
     max_model_len: int,
     config: ServerConfig,
 ) -> Service:
-    """Return the service over an engine that runs already, and whose outputs `metrics` count."""
+    """Return the service over an engine that runs already; `metrics` counts its outputs."""
     return Service(
         engine=engine,
         prompts=PromptPool(
@@ -95,17 +95,20 @@ def assemble_service(
 
 
 def name_model(config: ServerConfig, engine_config: EngineConfig) -> ServerConfig:
-    """Return the config with the repository as the model's name, if there is one and no other was given."""
+    """Return `config` with the Hub repository as the model's name, if the model is one and no name is set."""
     if not is_repository(engine_config.model) or config.served_model_name:
         return config
-    # Its directory is named after a commit.
+    # A repository's local directory is named after a commit.
     return config.model_copy(update={"served_model_name": (engine_config.model.as_posix(),)})
 
 
 def settle_interpreter() -> None:
-    """Let the thread that steps wait for others no longer than it must, once all that stays is loaded."""
+    """Shorten the stepping thread's waits for other threads and for garbage collection.
+
+    Called after the model is loaded; changes the whole interpreter.
+    """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # To look through it for garbage would take a tenth of a second, in the middle of every stream.
+    # A collection that visits all loaded objects would stop every stream for a tenth of a second.
     gc.collect()
     gc.freeze()
 
@@ -122,7 +125,7 @@ def find_call_form(tokenizer: Tokenizer) -> CallForm | None:
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's connection with a deadline for headers, and what streams need of one (sse.Connection)."""
+    """uvicorn's connection with a deadline for headers and the methods that streams need (sse.Connection)."""
 
     header_timeout_s = 10.0
     _deadline: asyncio.TimerHandle | None = None
@@ -134,7 +137,7 @@ class HttpProtocol(H11Protocol):
         self._start_clock()
 
     def data_received(self, data: bytes) -> None:
-        """Stop the clock when the headers are complete; of later requests it starts with the first byte."""
+        """Stop the clock when the headers are complete; a later request's first byte starts it again."""
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
             self._start_clock()
         super().data_received(data)
@@ -147,27 +150,29 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def write(self, body: bytes) -> bool:
-        """Send a part of an answer whose length nobody knows; False when the connection is full, or closing:
-        what has no place in it any more must not look like the end."""
+        """Send a part of an answer of unknown length; return False if the connection is full or closing.
+
+        Aborts a closing connection, so that the client does not take the cut answer for a complete one.
+        """
         if self.transport.is_closing():
             self.transport.abort()
             return False
-        # An older client's answer ends with its connection.
+        # HTTP/1.0 has no chunks: there the end of the connection ends the answer.
         is_chunked = self.scope["http_version"] >= "1.1"
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
         return not self.is_full
 
     @property
     def is_full(self) -> bool:
-        """Whether what was written has yet to be read."""
+        """Return whether the send buffer is full."""
         return self.flow.write_paused
 
     async def wait_for_room(self) -> None:
-        """Until the connection is no longer full, or closed."""
+        """Wait until the send buffer has room or the connection is closed."""
         await self.flow.drain()
 
     def abort(self) -> None:
-        """Close it at once; what is buffered is lost."""
+        """Close the connection at once; buffered bytes are lost."""
         self.transport.abort()
 
     def _start_clock(self) -> None:
@@ -180,11 +185,11 @@ class HttpProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server over one service. It stops listening at a signal, and ends when all streams have."""
+    """uvicorn's server over one service. It stops listening at a signal, and ends after all streams."""
 
     def __init__(self, service: Service) -> None:
         config = service.config
-        http_protocol = type("ConfiguredDoor", (HttpProtocol,), {"header_timeout_s": config.header_timeout_s})
+        http_protocol = type("ConfiguredHttp", (HttpProtocol,), {"header_timeout_s": config.header_timeout_s})
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -217,14 +222,14 @@ class Server(uvicorn.Server):
             await asyncio.wait((drain,), timeout=0.05)
         await super().shutdown(sockets)
         if self.force_exit:
-            # uvicorn leaves it out, and its task would end in a traceback.
+            # uvicorn skips this at a forced exit, and the lifespan's task would end in a traceback.
             await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again: whoever called `serve` gets its exit code."""
+        """Handle signals as uvicorn does, but do not raise them again: `serve` returns its exit code."""
         if threading.current_thread() is not threading.main_thread():
-            # Signals are the main thread's; whoever runs a server in another sets should_exit.
+            # Only the main thread gets signals; a caller in another thread sets should_exit.
             yield
             return
         handled = (signal.SIGINT, signal.SIGTERM)
@@ -251,7 +256,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
 
         frontend = open_frontend(engine_config)
         if frontend.tokenizer is None:
-            raise ValueError(f"model must hold a tokenizer.json, got {frontend.path}; download it whole")
+            raise ValueError(f"model must hold a tokenizer.json, got {frontend.path}; download all its files")
         config = name_model(config, engine_config)
         engine = Engine(engine_config, frontend=frontend)
         frontend.warm_up_grammars()
@@ -268,7 +273,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
             asyncio.run(Server(service).serve([listener]))
         finally:
             service.engine.close()
-            # Else Triton's bindings report all that was frozen as leaked.
+            # Otherwise Triton's bindings report every frozen object as leaked.
             gc.unfreeze()
         return EXIT_OK
     finally:
@@ -296,7 +301,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def make_parser() -> Parser:
-    """Return the parser: a flag for each field of ServerConfig, but the key, and of EngineConfig."""
+    """Return the parser: a flag for each field of ServerConfig, except the key, and of EngineConfig."""
     parser = Parser(
         prog="compiled-mtp serve", description="Serve a checkpoint over OpenAI's and Anthropic's APIs."
     )
@@ -306,10 +311,13 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal; return the exit code: 0, 2 for a wrong flag, checkpoint or port, or, for a signal
-    before the port is served, 130 (Ctrl-C) and 143 (SIGTERM)."""
+    """Serve until a signal; return the exit code.
+
+    0: the server served and ended. 2: a flag, the checkpoint or the port is wrong. 130 (Ctrl-C) and 143
+    (SIGTERM): a signal came before the server listened.
+    """
     flags = vars(make_parser().parse_args(argv))
-    # Of other packages warnings alone: torch logs counters at its end.
+    # Only warnings of other packages: torch logs counters at exit.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_JsonLog()])
     for name in ("compiled_mtp", "uvicorn"):
         logging.getLogger(name).setLevel(logging.INFO)
@@ -320,15 +328,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         Torchrun().check_ranks(config.tensor_parallel)
         return serve(ServerConfig(**server_flags), config)
 
-    # Until uvicorn listens to signals itself, and behind that.
+    # run_command handles signals before and after uvicorn does.
     return run_command(command)
 
 
 class _JsonLog(logging.StreamHandler[Any]):
-    """Every record as one line of JSON on standard error."""
+    """Writes every record as one line of JSON to standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; what is JSON already (a request's line) becomes part of it."""
+        """Return the line; a message that is a JSON object, as in the access log, becomes part of it."""
         message = record.getMessage()
         line: dict[str, Any] = {"level": record.levelname, "logger": record.name}
         try:

@@ -1,4 +1,4 @@
-"""Responses that end with their client: server-sent events, and waiting for an answer that somebody wants."""
+"""Responses that end when their client goes away: streams of server-sent events, and whole answers."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ class ClientGoneError(Exception):
 
 
 class Connection(Protocol):
-    """What a stream needs of the connection below it, which `state` of its scope holds by this name."""
+    """What a stream needs of its connection, which is `scope["state"]["connection"]`."""
 
     def write(self, body: bytes) -> bool:
-        """Send a part of the answer; False when the connection is full."""
+        """Send a part of the answer; return False if the connection is full or closing."""
 
     @property
     def is_full(self) -> bool:
-        """Whether what was written has yet to be read."""
+        """Return whether the send buffer is full."""
 
     async def wait_for_room(self) -> None:
-        """Until the connection is no longer full, or closed."""
+        """Wait until the send buffer has room or the connection is closed."""
 
     def abort(self) -> None:
-        """Close it at once; what is buffered is lost."""
+        """Close the connection at once; buffered bytes are lost."""
 
 
 class EventStream(Response):
-    """Sends events (bytes, each complete) as they come; leaving, from either side, closes `events` and calls
-    on_end.
+    """Sends events (bytes, each complete) as they come; at the end closes `events` and calls on_end.
 
-    A client that lets the connection stay full for write_timeout_s seconds is cut off. Where nothing was sent
-    for `ping_s` seconds `ping` is, within as many more.
+    The end is the last event, or the client's. A client whose connection stays full for write_timeout_s
+    seconds is cut off. Without an event for `ping_s` seconds, `ping` is sent within `ping_s` more.
     """
 
     media_type = "text/event-stream"
@@ -57,16 +56,16 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._write_timeout_s = write_timeout_s
-        # An iterator that was never started has no `finally` that would run.
+        # Not in the iterator's own `finally`, which does not run if the iterator was never started.
         self._on_end = on_end
         self._ping = ping
         self._ping_s = ping_s
         self._num_sent = 0
-        # Until the answer has begun nothing may be sent.
+        # No ping may be sent before the response's head.
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, or as many as somebody reads."""
+        """Send events until the last one is sent or the client goes away."""
         connection: Connection = scope["state"]["connection"]
         sending = asyncio.create_task(self._send_all(connection, send))
         watching = asyncio.create_task(_wait_for_end(receive))
@@ -97,13 +96,13 @@ class EventStream(Response):
             self._has_begun = True
             async for event in self._events:
                 self._num_sent += 1
-                # Past the server's own `send`, whose books cost more than all that an event needs.
+                # Write past uvicorn's `send`: its bookkeeping costs more than the rest of an event.
                 if not connection.write(event):
                     async with asyncio.timeout(self._write_timeout_s):
                         await connection.wait_for_room()
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
-            # What is buffered would keep a closed connection open for as long as nobody reads it.
+            # Not close: the connection would stay open until the client has read the buffered bytes.
             connection.abort()
         finally:
             close = getattr(self._events, "aclose", None)
@@ -112,7 +111,7 @@ class EventStream(Response):
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, T]) -> T:
-    """Return what `answer` gives. Cancels it and raises ClientGoneError when the client goes away."""
+    """Return the result of `answer`; if the client goes away, cancel it and raise ClientGoneError."""
     working = asyncio.create_task(answer)
     watching = asyncio.create_task(_wait_for_end(request.receive))
     try:

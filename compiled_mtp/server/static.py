@@ -1,4 +1,4 @@
-"""The page at `/` and its files, read once: plain files in the package, nothing of another host."""
+"""The page at `/` and its files, read once from the package; they load nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ FILES = (
     "rounds.js",
     "settings.js",
 )
-# Open without a key: they say nothing of the server, and the page asks for the key itself.
+# Served without a key: the files hold nothing about the server, and the page itself asks for the key.
 PATHS = ("/", *(f"/page/{name}" for name in FILES[1:]))
-# Text of a model can do nothing here, whatever it holds; and nobody else's page may show this one.
+# A model's text can neither run scripts nor load anything, and no other page may embed this one.
 _POLICY = ("default-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
 HEADERS = {
     "content-security-policy": "; ".join(_POLICY),
@@ -53,7 +53,7 @@ def _add_file(app: FastAPI, path: str, body: bytes, media_type: str) -> None:
     headers = HEADERS | {"etag": tag}
 
     async def answer(request: Request) -> Response:
-        # A browser asks each time, but gets what it has not got alone.
+        # With no-cache the browser asks each time, but gets the body only if its copy is outdated.
         if tag in _tags_of(request):
             return Response(status_code=304, headers=headers)
         return Response(body, media_type=media_type, headers=headers)
@@ -62,6 +62,6 @@ def _add_file(app: FastAPI, path: str, body: bytes, media_type: str) -> None:
 
 
 def _tags_of(request: Request) -> set[str]:
-    """The digests of the bodies that the client has. Proxies that compress make them weak."""
+    """Return the etags of the client's copies, without the `W/` that compressing proxies put before them."""
     sent = ",".join(request.headers.getlist("if-none-match"))
     return {tag.strip().removeprefix("W/") for tag in sent.split(",")}

@@ -1,7 +1,7 @@
-"""What a model says, parted while it streams: reasoning, answer, tool calls. Pure Python.
+"""Splits a model's text, while it streams, into reasoning, answer and tool calls. Pure Python.
 
-Two forms of calls: Qwen3.5 and 3.6 write XML, Qwen3-Next writes JSON. How the text is cut into pieces changes
-nothing but where the deltas are cut: what may still become a tag is held back.
+Calls have two forms: Qwen3.5 and 3.6 write XML, Qwen3-Next writes JSON. Text that may still become a tag is
+held back, so that the same text gives the same answer however it is cut; only the deltas are cut elsewhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call of the tool `name` begins; calls are counted from 0."""
+    """A call of the tool `name` begins; `index` counts the answer's calls from 0."""
 
     index: int
     name: str
@@ -57,10 +57,10 @@ Delta = Reasoning | Content | CallStart | CallArguments
 
 
 class OutputParser:
-    """Parts the text of one answer into deltas.
+    """Splits the text of one answer into deltas.
 
-    form None leaves calls in the text; has_reasoning False leaves `<think>` there; is_thinking says that the
-    prompt has already opened a reasoning part. `tools` are OpenAI's function objects: their schemas say which
+    form None leaves calls in the text, has_reasoning False leaves `<think>` in it. is_thinking: the prompt
+    has already opened the reasoning. tools: the schemas of the arguments by the tools' names, which say which
     arguments of the XML form are strings.
     """
 
@@ -81,11 +81,11 @@ class OutputParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
+        """Return how many calls have begun."""
         return self._calls.num_calls if self._calls is not None else 0
 
     def add(self, text: str, is_last: bool = False) -> list[Delta]:
-        """Take more text, maybe none; return what it completes, and with is_last all that was held back."""
+        """Take more text, or ""; return the deltas that it completes, with is_last also held-back text."""
         deltas: list[Delta] = []
         if self._splitter is not None:
             thought, text = self._splitter.add(text, is_last)
@@ -99,7 +99,7 @@ class OutputParser:
 
 
 class _ReasoningSplitter:
-    """Parts `<think>` ... `</think>` at the beginning from what follows, and the line breaks around both."""
+    """Splits `<think>` ... `</think>` at the beginning from the answer; drops line breaks around the tags."""
 
     def __init__(self, is_thinking: bool) -> None:
         self._text = ""
@@ -145,7 +145,7 @@ class _ReasoningSplitter:
 
 
 class _Calls:
-    """Text before, between and after calls; what is inside one is `_advance_call`, by form.
+    """Splits calls from the text around them; a subclass for each form reads the inside of a call.
 
     White space before a call is not part of the answer.
     """
@@ -169,7 +169,7 @@ class _Calls:
             yield from self._end_call()
 
     def _advance_text(self) -> list[Delta] | None:
-        """Take answer text up to a call; None when more must come."""
+        """Take answer text up to a call; return None if more text is needed."""
         start = self._text.find(_CALL)
         if start >= 0:
             taken = self._take(start + len(_CALL))
@@ -181,11 +181,11 @@ class _Calls:
         safe = self._text[: len(self._text) - _tail_length(self._text, _CALL)].rstrip()
         return self._content(self._take(len(safe))) or None
 
-    def _give_up_call(self) -> list[Delta]:
-        """What looked like a call is none: it is answer text, as it was written."""
+    def _reject_call(self) -> list[Delta]:
+        """Return the tag of what is not a call after all as answer text, as it was written."""
         self._is_in_call = False
         text, self._opening = self._opening, ""
-        # Only the tag is settled: a real call may follow in the rest.
+        # Only the tag: a real call may follow in the text after it.
         return self._content(text)
 
     def _content(self, text: str) -> list[Delta]:
@@ -203,14 +203,14 @@ class _Calls:
         return taken
 
     def _begin_call(self) -> None:
-        """`<tool_call>` has been read."""
+        """Prepare for the inside of a call; called after `<tool_call>`."""
 
     def _advance_call(self) -> list[Delta] | None:
-        """Take what can be taken inside a call; None when more must come."""
+        """Take text inside a call; return its deltas, or None if more text is needed."""
         raise NotImplementedError
 
     def _end_call(self) -> list[Delta]:
-        """The text ended inside a call: arguments stay as far as they came."""
+        """Return the last deltas of a text that ended inside a call; its arguments stay incomplete."""
         raise NotImplementedError
 
 
@@ -249,7 +249,7 @@ class _XmlCalls(_Calls):
     def _open_function(self) -> list[Delta] | None:
         stripped = self._text.lstrip()
         if not stripped.startswith(_FUNCTION):
-            return None if _FUNCTION.startswith(stripped) else self._give_up_call()
+            return None if _FUNCTION.startswith(stripped) else self._reject_call()
         end = stripped.find(">")
         if end < 0:
             return None
@@ -260,9 +260,9 @@ class _XmlCalls(_Calls):
         return [self._start(name)]
 
     def _open_parameter(self) -> list[Delta] | None:
-        """To the next parameter or the end of the function; what else stands there means nothing."""
-        places = [(self._text.find(tag), tag) for tag in (_PARAMETER, _FUNCTION_END, _CALL_END)]
-        at, tag = min(((at, tag) for at, tag in places if at >= 0), default=(-1, ""))
+        """Read up to the next parameter or the end of the function; other text before it is dropped."""
+        found = [(self._text.find(tag), tag) for tag in (_PARAMETER, _FUNCTION_END, _CALL_END)]
+        at, tag = min(((at, tag) for at, tag in found if at >= 0), default=(-1, ""))
         if at < 0:
             return None
         if tag != _PARAMETER:
@@ -324,7 +324,7 @@ class _XmlCalls(_Calls):
             return []
         if _CALL_END.startswith(stripped) or _FUNCTION.startswith(stripped):
             return None
-        # The end tag was forgotten.
+        # The model left out the end tag.
         self._is_in_call = False
         return []
 
@@ -355,18 +355,19 @@ class _JsonCalls(_Calls):
     def _read_head(self) -> list[Delta] | None:
         stripped = self._text.lstrip()
         if stripped and not stripped.startswith("{"):
-            return self._give_up_call()
+            return self._reject_call()
         head = _JSON_HEAD.match(self._text)
         if head is not None:
             try:
                 name = json.loads(head.group(1))
-                name.encode()  # Halves of characters have no place in an answer.
+                # Raises UnicodeEncodeError, a ValueError, for lone surrogates, which an answer cannot hold.
+                name.encode()
             except ValueError:
-                return self._give_up_call()
+                return self._reject_call()
             self._take(head.end())
             self._phase = "arguments"
             return [self._start(name)]
-        # Another order of keys, or arguments as a string: read when it is whole.
+        # The keys have another order, or arguments is a string: read the call when it is complete.
         end = self._text.find(_CALL_END)
         if end < 0:
             return None
@@ -400,7 +401,7 @@ class _JsonCalls(_Calls):
             return []
         if _CALL_END.startswith(stripped):
             return None
-        # The end tag was forgotten.
+        # The model left out the end tag.
         self._text, self._is_in_call = stripped, False
         return []
 
@@ -418,7 +419,7 @@ class _JsonCalls(_Calls):
 
 
 def _tail_length(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `tag`, but not all of it."""
+    """Return the length of the longest end of `text` that is a beginning of `tag`, shorter than `tag`."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):
             return length
@@ -430,7 +431,7 @@ def _escaped(text: str) -> str:
 
 
 def _to_json(value: str) -> str:
-    """The JSON text of a value that is no string; text where it is none. Templates write Python's words."""
+    """Return `value` as JSON; text that is not JSON becomes a string. Templates write Python's None."""
     python = {"True": "true", "False": "false", "None": "null"}
     text = python.get(value.strip(), value.strip())
     try:

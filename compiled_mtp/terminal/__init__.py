@@ -1,1 +1,1 @@
-"""What commands share: flags, signals, one line for an error."""
+"""Shared by the commands: flags, signals, standard error and exit codes."""

@@ -1,4 +1,4 @@
-"""What the commands share: standard error, exit codes, bars, Ctrl-C and SIGTERM. No torch."""
+"""Shared by the commands: standard error, exit codes, bars, Ctrl-C and SIGTERM. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from compiled_mtp.errors import escape
 from compiled_mtp.terminal.flags import EXIT_USAGE as EXIT_USAGE
 from compiled_mtp.terminal.signals import INTERRUPTED, NUMBERS, leaving, restore
 
-if TYPE_CHECKING:  # What they come from waits for torch.
+# start_engine imports these modules later, since they import torch.
+if TYPE_CHECKING:
     from compiled_mtp.config import EngineConfig
     from compiled_mtp.engine import Engine
     from compiled_mtp.frontend.processor import RequestProcessor
@@ -30,7 +31,7 @@ MOST_ERROR_CHARACTERS = 4000
 
 
 def say(text: str) -> None:
-    """Print to standard error; that nobody reads it any more, or that its disk is full, ends nothing."""
+    """Print to standard error; a reader that is gone or a full disk does not end the command."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -38,20 +39,20 @@ def say(text: str) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what was and will be written to a stream nowhere: Python flushes it once more on its way out."""
+    """Send buffered and later text of `stream` to /dev/null: Python flushes the stream again at exit."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def write_text(stream: TextIO, text: str) -> None:
-    """Write to `stream` and flush; what its encoding lacks becomes a question mark."""
+    """Write to `stream` and flush; a character that its encoding lacks becomes a question mark."""
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))
     stream.flush()
 
 
 def check_stdout() -> TextIO:
-    """Return standard output. Raises ValueError where the caller has closed it."""
+    """Return standard output. Raises ValueError if the caller has closed it."""
     if sys.stdout is None:
         raise ValueError("standard output must be open, got a closed one; redirect it to /dev/null")
     return sys.stdout
@@ -60,10 +61,10 @@ def check_stdout() -> TextIO:
 def run_command(command: Callable[[Interrupts], int]) -> int:
     """Run a command and return its exit code; errors that a caller can cause become one line.
 
-    SIGTERM is as Ctrl-C, and 143 its exit code in the place of 130.
+    SIGTERM acts as Ctrl-C does, with exit code 143 instead of 130.
     """
     if sys.stderr is None:
-        # Closed by the caller, who wants silence; the next file to be opened must not get its number.
+        # The caller closed it, to see nothing. The next file to be opened must not become number 2.
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     with Interrupts() as interrupts:
         try:
@@ -71,18 +72,20 @@ def run_command(command: Callable[[Interrupts], int]) -> int:
         except KeyboardInterrupt:
             say(INTERRUPTED)
             return interrupts.exit_code
-        except BrokenPipeError:  # Whoever reads standard output has seen enough.
+        except BrokenPipeError:
+            # The reader of standard output has closed it.
             return EXIT_FAILED
         except (ValueError, OSError, SafetensorError) as error:
-            # The last is what writing weights to a full disk raises.
+            # Writing weights to a full disk raises SafetensorError.
             say(f"error: {escape('; '.join(str(error).splitlines()), MOST_ERROR_CHARACTERS)}")
             return EXIT_USAGE
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM while it is entered: they raise KeyboardInterrupt, but within `held` the first one
-    only sets `is_asked`, so that a loop can end between two steps. In other threads than the main one signals
-    do not arrive, and nothing is changed.
+    """Handles Ctrl-C and SIGTERM while it is entered: they raise KeyboardInterrupt.
+
+    Within `held` the first signal only sets `is_asked`, so that a loop can end between two steps. Entering
+    changes nothing outside the main thread, which alone gets signals.
     """
 
     def __init__(self) -> None:
@@ -102,7 +105,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within it the first signal sets `is_asked`, which is False at its beginning."""
+        """Let the first signal only set `is_asked`, which is False at the beginning."""
         self.is_asked, self._is_held = False, True
         try:
             yield
@@ -111,12 +114,12 @@ class Interrupts:
 
     @property
     def is_terminated(self) -> bool:
-        """Whether the last signal was SIGTERM."""
+        """Return whether the last signal was SIGTERM."""
         return self._number == signal.SIGTERM
 
     @property
     def exit_code(self) -> int:
-        """128 and the number of the last signal, as shells have it."""
+        """Return 128 plus the number of the last signal, as shells do."""
         return 128 + self._number
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -127,7 +130,7 @@ class Interrupts:
 
 
 class Progress:
-    """Says how far something is as (what, done, total): a bar in a terminal, else a line when it is done."""
+    """Shows progress, called with (what, done, total): a bar in a terminal, otherwise a line at the end."""
 
     def __init__(self) -> None:
         self._bars: dict[str, Any] = {}
@@ -136,7 +139,7 @@ class Progress:
         if sys.stderr.isatty():
             bar = self._bars.get(what)
             if bar is None:
-                # Bytes are shown as millions.
+                # Large totals are bytes, shown with unit prefixes such as M.
                 options = {"unit": "", "unit_scale": total > 10**6}
                 bar = self._bars[what] = tqdm(desc=what, total=total, file=sys.stderr, leave=False, **options)
             bar.update(done - bar.n)
@@ -146,7 +149,7 @@ class Progress:
             say(f"{what}: done")
 
     def close(self) -> None:
-        """Remove the bars of what has not come to its end."""
+        """Remove the bars of unfinished work."""
         while self._bars:
             self._bars.popitem()[1].close()
 
@@ -154,9 +157,11 @@ class Progress:
 def start_engine(
     config: EngineConfig, frontend: RequestProcessor | None = None, save_to: Path | None = None
 ) -> Engine:
-    """Return the engine of `config`, having said how far it is, how many CPU threads will compute, and the
-    recipe of FP8 weights. `frontend` and `save_to` are what `Engine` takes. Raises ValueError where torchrun
-    has started processes that it has no use for."""
+    """Return the engine of `config`; show its progress, the CPU threads and the recipe of FP8 weights.
+
+    `frontend` and `save_to` are arguments of `Engine`. Raises ValueError, also if the processes that torchrun
+    started are not as many as the ranks.
+    """
     Torchrun().check_ranks(config.tensor_parallel)
     with leaving():
         from compiled_mtp.engine import Engine

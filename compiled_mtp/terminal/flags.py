@@ -1,4 +1,4 @@
-"""Flags from the fields of settings: one for each, which the settings themselves check. No torch."""
+"""Flags from the fields of settings: one flag per field; the settings check the values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_USAGE = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with --version, whose errors are one line that says what to do; flags are written out."""
+    """A parser with --version, whose errors are one line with a remedy; flags cannot be abbreviated."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -24,23 +24,23 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; see `error`."""
+        """Parse as argparse does; note unknown flags for `error`."""
         words = list(sys.argv[1:] if args is None else args)
         flags = (w.partition("=")[0] for w in itertools.takewhile("--".__ne__, words) if " " not in w)
         self._unknown = [f for f in flags if f.startswith("--") and f not in self._option_string_actions]
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process. argparse tells of a missing flag first, which may be an unknown one misspelt."""
+        """End the process with one line; unknown flags come before missing ones, which they may misspell."""
         if "required" in message and self._unknown:
             message = f"unrecognized arguments: {' '.join(self._unknown)}"
         self.exit(EXIT_USAGE, f"error: {message}; --help lists the flags\n")
 
 
 def add_fields(parser: Parser, title: str, model: Any, skip: Collection[str] = ()) -> None:
-    """Add a group of flags, one for each field of the pydantic `model` but those in `skip`.
+    """Add a group of flags, one for each field of the pydantic `model` except those in `skip`.
 
-    A flag that is not given is absent from the result, so that defaults stay with the model.
+    A flag that is not given is absent from the result, so that the model sets its default.
     """
     group = parser.add_argument_group(title)
     for name, info in model.model_fields.items():
@@ -48,10 +48,10 @@ def add_fields(parser: Parser, title: str, model: Any, skip: Collection[str] = (
             continue
         described = (info.description or "").replace("%", "%%")
         if info.default not in (None, (), "auto") and "default:" not in described:
-            # As it would be written behind the flag.
+            # In the form in which a user writes it after the flag.
             default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
             described += f" (default: {default})"
-        # The models check the values: strings are all they need, but for containers.
+        # The models read and check strings; only containers need a type here.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": described}
         kinds = {get_origin(kind) or kind for kind in (info.annotation, *get_args(info.annotation))}
         if bool in kinds:
@@ -69,12 +69,12 @@ def add_fields(parser: Parser, title: str, model: Any, skip: Collection[str] = (
 
 
 def add_output(parser: Parser, **options: Any) -> None:
-    """Add --output, the one name of what a command writes, and --out, its older one."""
+    """Add --output, the flag for the file or directory that a command writes, and its older name --out."""
     parser.add_argument("--output", "--out", **options)
 
 
 def given(flags: dict[str, Any], model: Any, skip: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of `model` that were given as flags, but those in `skip`."""
+    """Return the fields of `model` that were given as flags, except those in `skip`."""
     return {name: flags[name] for name in model.model_fields if name in flags and name not in skip}
 
 
@@ -89,4 +89,5 @@ def _json_or_text(text: str) -> Any:
     return _json_value(text) if text.startswith("{") else text
 
 
-_json_value.__name__ = _json_or_text.__name__ = "JSON"  # As argparse names it in its errors.
+# argparse puts this name into its errors.
+_json_value.__name__ = _json_or_text.__name__ = "JSON"

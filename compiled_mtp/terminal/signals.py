@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while packages are imported. Imports next to nothing, so that it can be first."""
+"""Ctrl-C and SIGTERM while packages are imported. Imports almost nothing, so that it can come first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ INTERRUPTED = "interrupted: nothing more was done"
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Within it Ctrl-C and SIGTERM end the process at once, with one line and the exit code that shells have.
+    """Let Ctrl-C and SIGTERM end the process at once, with one line and the exit code that shells use.
 
-    For imports, torch's above all: a KeyboardInterrupt in the middle of one may be swallowed there, or become
-    another error. Nothing is to be saved or removed as yet. The handlers from before are there again behind
-    it. In other threads than the main one signals do not arrive, and nothing is changed.
+    For imports, torch's above all: an import may swallow a KeyboardInterrupt or turn it into another error.
+    Use it while there is nothing to save or remove. The previous handlers are restored at the end. Changes
+    nothing outside the main thread, which alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,11 +35,12 @@ def leaving() -> Iterator[None]:
 def restore(handlers: Mapping[signal.Signals, Any]) -> None:
     """Install the handlers that `signal.signal` returned."""
     for number, handler in handlers.items():
-        # None: installed by something else than Python, which cannot put it back.
+        # None: the handler was not installed from Python, which cannot restore it.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(OSError):  # Standard error may be closed, or read by nobody.
+    # Standard error may be closed, or its reader gone.
+    with contextlib.suppress(OSError):
         os.write(2, f"{INTERRUPTED}\n".encode())
     os._exit(128 + number)

@@ -38,6 +38,31 @@ class W4A16Config:
         return self.rows * 256 + self.block_n * (64 + 16)
 
 
+@dataclass(frozen=True)
+class FewRowsTile:
+    """One launch configuration of a product of up to 16 rows.
+
+    A tile has `block_n` weight rows, one or two blocks of 16 per warp. chunk: units that a stage of shared
+    memory holds.
+    """
+
+    block_n: int
+    num_warps: int
+    chunk: int
+    num_stages: int
+
+
+def few_rows_tile(rows: int, n: int, split: int, gated: bool) -> FewRowsTile:
+    """The tile for up to 16 rows of a weight of `n` rows, whose K `split` programs sum.
+
+    Measured on an H100 at 27B's sizes with 1 to 16 rows. A gated tile has two blocks per warp, one of the
+    gate and one of up.
+    """
+    if gated or -(-n // 64) * split >= 4 * MIN_PROGRAMS:
+        return FewRowsTile(64, 2, 2, 3) if rows <= 8 else FewRowsTile(64, 2, 1, 4)
+    return FewRowsTile(32, 2, 4, 3) if rows <= 8 else FewRowsTile(64, 4, 2, 6)
+
+
 def configuration(rows: int, n: int, split: int, shared_bytes: int) -> W4A16Config:
     """The tile for `rows` rows of a weight of `n` rows, whose K `split` programs sum: measured on an H200 at
     27B's sizes with 4 to 128 rows."""
@@ -46,7 +71,9 @@ def configuration(rows: int, n: int, split: int, shared_bytes: int) -> W4A16Conf
     elif rows <= 32:
         block_m, row_tiles, stages, widest = 32, 1, 3, 128
     else:
-        block_m, row_tiles, stages, widest = 32, 2 if rows > 64 else 1, 3, 128
+        block_m, stages, widest = 32, 3, 128
+        # One program per processor with all of 64 rows is faster than two with half of them each.
+        row_tiles = 2 if rows > 64 or MIN_PROGRAMS <= -(-n // 128) * split <= 132 else 1
     fitting = [block for block in BLOCKS if block <= min(n, widest)]
     block_n = next((block for block in fitting if -(-n // block) * split >= MIN_PROGRAMS), fitting[-1])
     config = W4A16Config(block_m, row_tiles, block_n, 4 if block_n == 128 else 2, stages)

@@ -17,100 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.int4 import UNIT
-from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.linear_w4a16.config import W4A16Config, configuration
+from compiled_mtp.ops.int4_triton import add_unit, decode, load_unit, minus_of, scale_of
+from compiled_mtp.ops.k_splits import NARROW_ROWS, count_k_splits
+from compiled_mtp.ops.linear_w4a16.config import W4A16Config, configuration, few_rows_tile
+from compiled_mtp.ops.linear_w4a16.few_rows_kernel import launch_few_rows
 from compiled_mtp.ops.prefill_triton import launch_prefill
 
 OPTIONS = {"enable_fp_fusion": True}
 # Weight rows of a program that multiplies a weight out.
 VALUE_ROWS = 32
-
-
-@triton.jit
-def decode(words, minus, ON_DEVICE: tl.constexpr):
-    """The four bit fields of words [32, BN] int16 as exact bfloat16 q - z, with minus [32, BN] = -(128 + z).
-
-    A code in the last bits of bfloat16's 128 is 128 + q. Two words share a register.
-    """
-    if ON_DEVICE:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 second, third, fourth, one;
-            mov.b32 one, 0x3f803f80;
-            shr.u32 second, $4, 4;
-            shr.u32 third, $4, 8;
-            shr.u32 fourth, $4, 12;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $1, second, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $2, third, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 $3, fourth, 0x000f000f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, $0, one, $5;
-            fma.rn.bf16x2 $1, $1, one, $5;
-            fma.rn.bf16x2 $2, $2, one, $5;
-            fma.rn.bf16x2 $3, $3, one, $5;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r",
-            [words, minus],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        least = minus.to(tl.float32) + 128.0
-        return (
-            ((words & 15).to(tl.float32) + least).to(tl.bfloat16),
-            (((words >> 4) & 15).to(tl.float32) + least).to(tl.bfloat16),
-            (((words >> 8) & 15).to(tl.float32) + least).to(tl.bfloat16),
-            (((words >> 12) & 15).to(tl.float32) + least).to(tl.bfloat16),
-        )
-
-
-@triton.jit
-def scale_of(group, SCALE: tl.constexpr):
-    """The float32 scale in the low half of a group's word; SCALE: its dtype."""
-    if tl.bfloat16 == SCALE:
-        return (group << 16).to(tl.float32, bitcast=True)
-    else:
-        return (group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def minus_of(group):
-    """The bfloat16 number -(128 + z) in the high half of a group's word."""
-    return (group >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def add_scaled(product, group, total, SCALE: tl.constexpr):
-    return tl.fma(product, tl.zeros_like(product) + scale_of(group, SCALE)[None, :], total)
-
-
-@triton.jit
-def add_unit(x_at, inside, groups, values, total, PER_UNIT: tl.constexpr, SCALE: tl.constexpr):
-    """total plus the products of one unit's columns, group by group."""
-    x_0 = tl.load(x_at, mask=inside, other=0.0)
-    x_1 = tl.load(x_at + 32, mask=inside, other=0.0)
-    x_2 = tl.load(x_at + 64, mask=inside, other=0.0)
-    x_3 = tl.load(x_at + 96, mask=inside, other=0.0)
-    product = tl.dot(x_0, values[0])
-    if PER_UNIT == 4:
-        total = add_scaled(product, groups[0], total, SCALE)
-        product = tl.dot(x_1, values[1])
-    else:
-        product = tl.dot(x_1, values[1], product)
-    if PER_UNIT >= 2:
-        total = add_scaled(product, groups[PER_UNIT // 2 - 1], total, SCALE)
-        product = tl.dot(x_2, values[2])
-    else:
-        product = tl.dot(x_2, values[2], product)
-    if PER_UNIT == 4:
-        total = add_scaled(product, groups[2], total, SCALE)
-        product = tl.dot(x_3, values[3])
-    else:
-        product = tl.dot(x_3, values[3], product)
-    return add_scaled(product, groups[PER_UNIT - 1], total, SCALE)
 
 
 @triton.jit
@@ -142,31 +57,12 @@ def sum_k_splits(
         weight_at += first * units * 512
         group_at += first * units * PER_UNIT * n
         for _ in range(units):
-            words = tl.load(weight_at)
-            groups = ()
-            for group in tl.static_range(PER_UNIT):
-                groups += (tl.load(group_at + group * n),)
-            if PER_UNIT == 1:
-                values = decode(words, tl.broadcast_to(minus_of(groups[0])[None, :], words.shape), ON_DEVICE)
-            elif PER_UNIT == 2:
-                first_two = decode(
-                    words, tl.broadcast_to(minus_of(groups[0])[None, :], words.shape), ON_DEVICE
-                )
-                last_two = decode(
-                    words, tl.broadcast_to(minus_of(groups[1])[None, :], words.shape), ON_DEVICE
-                )
-                values = (first_two[0], first_two[1], last_two[2], last_two[3])
-            else:
-                zeroth = decode(words, tl.broadcast_to(minus_of(groups[0])[None, :], words.shape), ON_DEVICE)
-                second = decode(words, tl.broadcast_to(minus_of(groups[1])[None, :], words.shape), ON_DEVICE)
-                third = decode(words, tl.broadcast_to(minus_of(groups[2])[None, :], words.shape), ON_DEVICE)
-                fourth = decode(words, tl.broadcast_to(minus_of(groups[3])[None, :], words.shape), ON_DEVICE)
-                values = (zeroth[0], second[1], third[2], fourth[3])
+            values, groups = load_unit(weight_at, group_at, n, PER_UNIT, ON_DEVICE)
             grown = ()
             for tile in tl.static_range(ROW_TILES):
                 inside = (row + tile * BM < rows)[:, None]
                 grown += (
-                    add_unit(x_at + tile * x_step, inside, groups, values, totals[tile], PER_UNIT, SCALE),
+                    add_unit(x_at + tile * x_step, inside, values, groups, totals[tile], PER_UNIT, SCALE),
                 )
             totals = grown
             x_at += 128
@@ -333,7 +229,8 @@ def w4a16_values_kernel(
     to = out + (row.to(tl.int64) * units + unit)[None, :] * 128 + word[:, None]
     for index in tl.static_range(4):
         group = tl.load(group_at + index * PER_UNIT // 4 * n, mask=inside, other=0)
-        values = decode(words, tl.broadcast_to(minus_of(group)[None, :], words.shape), ON_DEVICE)[index]
+        minus = minus_of(group, words)
+        values = decode(words, minus, minus, minus, minus, ON_DEVICE)[index]
         scaled = values.to(tl.float32) * scale_of(group, weight_scale.dtype.element_ty)[None, :]
         tl.store(to + index * 32, scaled.to(tl.bfloat16), mask=inside[None, :])
 
@@ -388,6 +285,10 @@ def launch_product(
     gated: bool = False,
 ) -> torch.Tensor:
     """[split, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
+    n = weight.shape[0]
+    if x.is_cuda and x.shape[0] <= NARROW_ROWS and split == k_splits and not (gated and n % 32):
+        tile = few_rows_tile(x.shape[0], n, split, gated)
+        return launch_few_rows(tile, x, weight, weight_scale, k_splits, dtype, gated)
     device = device_of(x.device.index)
     config = configuration(x.shape[0], weight.shape[0], split, device.shared_bytes)
     return launch_config(config, x, weight, weight_scale, split, k_splits, dtype, gated)

@@ -21,8 +21,11 @@ PACK_GROUPS = "pass what ops.int4.pack_groups gives"
 Rows = Annotated[Tensor, "M K", BF16, Remedy("pass rows as long as the weight's, in bfloat16")]
 Words = Annotated[Tensor, "N W", I16, CONTIGUOUS, Remedy(PACK)]
 Groups = Annotated[Tensor, "G N 2", (torch.float16, BF16), CONTIGUOUS, Remedy(PACK_GROUPS)]
-# The weight is written by no kernel. A fence for the reason that `linear`'s kernels are.
-LAUNCHES = (Launch("w4a16_kernel", reads_early=("weight",), is_fence=True),)
+# No kernel writes the weight or its groups. Fences for the reason that `linear`'s kernels are.
+LAUNCHES = (
+    Launch("w4a16_kernel", reads_early=("weight",), is_fence=True),
+    Launch("w4a16_few_rows_kernel", reads_early=("weight", "weight_scale"), is_fence=True),
+)
 
 
 def _weight_fits(K: int, W: int, G: int, N: int) -> None:

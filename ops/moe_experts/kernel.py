@@ -16,6 +16,9 @@ import triton.language as tl
 from compiled_mtp.ops.k_splits import count_k_splits
 from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
 from compiled_mtp.ops.moe_experts.tiles import read_tile
+from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_experts_w4a16 as launch_moe_experts_w4a16
+from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_hidden_w4a16 as launch_moe_hidden_w4a16
+from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
 
 # Pairs an expert has on average, from which on tiles of 64 are fuller than they are wasteful.

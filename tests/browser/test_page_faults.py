@@ -219,10 +219,10 @@ def test_a_key_gives_access_and_is_stored_nowhere(page: Page, talker: ScriptedEn
     talker.say("Inside.")
     with running(ScriptedEngine(talker.tokenizer), CHECKPOINT, api_key_file=keys) as locked:
         page.open(locked)
-        page.wait(lambda: page.one("#door").is_displayed())
+        page.wait(lambda: page.one("#key-form").is_displayed())
         assert page.focused() == "key"
         # No form that is sent contains the field.
-        assert page.run("return document.getElementById('key').form.id") == "door"
+        assert page.run("return document.getElementById('key').form.id") == "key-form"
         page.press("the-kęy", ENTER)
         assert page.text("#error").startswith(
             "key must contain only characters that an HTTP header can carry"
@@ -236,22 +236,22 @@ def test_a_key_gives_access_and_is_stored_nowhere(page: Page, talker: ScriptedEn
         page.press("the-right-key", ENTER)
         page.wait(lambda: page.count("#model option") == 2)
         assert page.one("#key").get_attribute("value") == ""
-        assert not page.one("#door").is_displayed()
+        assert not page.one("#key-form").is_displayed()
         assert not page.one("#error").is_displayed()
         stored = "return [localStorage.length, sessionStorage.length, document.cookie, location.href]"
         assert page.run(stored) == [0, 0, "", f"{locked.url}/"]
         # The key becomes invalid in the middle: the chosen settings stay.
         page.choose("chat")
         page.set(model="alias")
-        page.run("document.getElementById('door').hidden = false; document.getElementById('key').focus()")
+        page.run("document.getElementById('key-form').hidden = false; document.getElementById('key').focus()")
         page.press("the-wrong-key", ENTER)
         page.wait(lambda: page.text("#error").startswith("the key must be"))
         page.press("the-right-key", ENTER)
-        page.wait(lambda: not page.one("#door").is_displayed())
+        page.wait(lambda: not page.one("#key-form").is_displayed())
         assert page.one("#model").get_attribute("value") == "alias"
         assert page.run("return document.querySelector('input[name=mode]:checked').value") == "chat"
         page.open(locked)
-        page.wait(lambda: page.one("#door").is_displayed())
+        page.wait(lambda: page.one("#key-form").is_displayed())
 
 
 def test_the_page_works_below_a_prefix(page: Page, scripted: Running, talker: ScriptedEngine) -> None:

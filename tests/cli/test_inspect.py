@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from compiled_mtp.cli.main import main
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.models import weight_format
 from tests.checkpoints import write_checkpoint
+from tests.gguf_files import write_gguf
 from tests.models.stored_files import rewrite
 from tests.quantised import gptq, quantise
 
@@ -26,7 +30,7 @@ def test_a_quantised_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = lines(capsys, directory)
     assert said[0] == "family      qwen3_5_moe, stored as bfloat16"
     assert "layers      2: 1 of attention, 1 of GDN" in said
-    assert "experts     8 experts of 64, 4 a token" in said
+    assert "experts     8 experts of 64, 4 per token" in said
     assert "MTP head    stored" in said
     int4 = "GPTQ int4 (version 1), groups of 32"
     assert any(line.startswith(f"stored      experts: 6 in {int4}, ") for line in said)
@@ -38,12 +42,40 @@ def test_a_quantised_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert said[-1].split(",")[0] == lines(capsys, directory.with_name("model-plain"))[-1].split(",")[0]
 
 
+def test_a_gguf_file_that_stays_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256}
+    path = write_gguf(write_checkpoint(tmp_path, **sizes), tmp_path / "model.gguf", lambda _: Type.Q8_0)
+    out = lines(capsys, path)
+    assert any(line.startswith("multiplied  ") for line in out)
+    monkeypatch.setattr(weight_format, "reads_blocks", lambda device: True)
+    monkeypatch.setattr(EngineConfig, "resolve_dtype", lambda *_: "bfloat16")
+    packed = lines(capsys, path)
+    assert "kept        15 matrices in Q8_0" in packed
+    assert "runs        on cpu, in bfloat16 (15 matrices in Q8_0)" in packed
+    assert any(line.startswith("multiplied  2 weights of ") for line in packed)
+
+
 def test_fp8_and_no_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_checkpoint(tmp_path, mtp=False, fp8_scale=torch.bfloat16, **SIZES)
     said = lines(capsys, directory)
     assert "MTP head    none: it decodes without drafts" in said
     assert any(line.startswith("stored      FFN: 6 in fp8 in blocks of 128, ") for line in said)
     assert "runs        on cpu, in float32 (FP8 as w8a8, multiplied out)" in said
+
+
+def test_drafts_in_fp8_count_their_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, **SIZES | {"vocab_size": 8192})
+    plain = lines(capsys, directory)
+    assert not any(line.startswith("drafts") for line in plain)
+    monkeypatch.setenv("COMPILED_MTP_DRAFT_DTYPE", "float8_e4m3fn")
+    said = lines(capsys, directory)
+    assert "drafts      in FP8, multiplied out (the MTP layer and a head of 4.0 MiB)" in said
+    needed = [float(one[-1].split()[1]) for one in (said, plain)]
+    assert needed[0] - needed[1] == pytest.approx(4.0, abs=0.11)
 
 
 def test_a_refusal_is_one_line_after_the_known_facts(

@@ -80,7 +80,7 @@ def test_a_bar_shows_progress(
     shown = terminal.getvalue()
     for done in ("1/3", "2/3", "3/3"):
         assert done in shown
-    assert "tokens/s, 5.00 new tokens a round" in shown
+    assert "tokens/s, 5.00 new tokens per round" in shown
 
 
 def test_each_choice_is_written_separately(engine: type[FakeEngine], tmp_path: Path) -> None:

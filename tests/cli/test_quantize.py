@@ -79,7 +79,7 @@ def test_matrices_of_other_sizes_stay_plain_and_the_engine_runs(
 
 def test_refused_by_name(tmp_path: Path) -> None:
     quantized = write_checkpoint(tmp_path / "fp8", fp8_scale=torch.float32)
-    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give what it was"):
+    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give the checkpoint"):
         quantize_checkpoint(quantized, tmp_path / "out")
     plain = write_checkpoint(tmp_path / "plain")
     with pytest.raises(ValueError, match="output must be a new directory, got"):
@@ -89,11 +89,11 @@ def test_refused_by_name(tmp_path: Path) -> None:
     config = json.loads((quantized / "config.json").read_text())
     del config["quantization_config"]
     (quantized / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give what it was"):
+    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*fp8; give the checkpoint"):
         quantize_checkpoint(quantized, tmp_path / "out")
     packed = write_checkpoint(tmp_path / "int4")
     quantise(packed, lambda module: gptq(32) if module.endswith("q_proj") else None)
-    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*int4; give what it was"):
+    with pytest.raises(ValueError, match=r"checkpoint must be in bfloat16, got .*int4; give the checkpoint"):
         quantize_checkpoint(packed, tmp_path / "out")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="output must be a new directory, got"):

@@ -26,7 +26,13 @@ def test_a_single_prompt_streams_and_standard_output_holds_nothing_else(
     assert parts == ["DEF", " F(", "):.", "."]
     summary = capsys.readouterr().err
     assert "weights: done\n" in summary
-    for line in ("compiled no", "requests 1", "output tokens 10", "new tokens a round (mean) 3.00", "seed 3"):
+    for line in (
+        "compiled no",
+        "requests 1",
+        "output tokens 10",
+        "new tokens per round (mean) 3.00",
+        "seed 3",
+    ):
         assert line in " ".join(summary.split())
     assert made[0].closed
 
@@ -93,7 +99,7 @@ def test_compare_drops_the_graph_cache_of_the_other_mtp_step_and_says_so(
         (2, tmp_path / "graphs.zip"),
         (0, None),
     ]
-    said = "the same again with mtp_step 0, without graph_cache, which is of mtp_step 2\n"
+    said = "the same again with mtp_step 0, without graph_cache, which is for mtp_step 2\n"
     assert said in capsys.readouterr().err
 
 

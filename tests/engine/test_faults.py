@@ -346,7 +346,7 @@ def test_a_closed_engine_says_so(checkpoint: Path) -> None:
         ({"prompt_token_ids": 5}, r"prompt_token_ids must be a list of ids, got 5; write \[5\]"),
         ({"prompt_token_ids": "123"}, "prompt_token_ids must hold whole numbers, got '123'"),
         ({"prompt_token_ids": [1.5]}, r"prompt_token_ids must hold whole numbers, got \[1.5\]"),
-        ({"prompt_token_ids": [True]}, "a boolean is no id"),
+        ({"prompt_token_ids": [True]}, "a boolean is not an id"),
         ({"prompt_token_ids": [None]}, r"prompt_token_ids must hold whole numbers, got \[None\]"),
     ],
 )

@@ -203,7 +203,9 @@ def test_a_prefix_cache_takes_what_it_is_given(checkpoint: Path) -> None:
     each = engine_of(checkpoint, 0).runner.memory.snapshot_bytes
     engine = make_engine(checkpoint, mtp_step=0, prefix_cache_gb=3.5 * each / 2**30)
     assert engine.runner.memory.num_snapshots == 3
-    with pytest.raises(ValueError, match=r"prefix_cache_gb must hold a checkpoint of .* MiB, got 0\.0 MiB;"):
+    with pytest.raises(
+        ValueError, match=r"prefix_cache_gb must hold a state snapshot of .* MiB, got 0\.0 MiB;"
+    ):
         make_engine(checkpoint, mtp_step=0, prefix_cache_gb=1e-9)
 
 

@@ -1,4 +1,5 @@
-"""Four-bit weights on a GPU: rows have the same bits in every tile, tokens at every depth and batch."""
+"""Four-bit weights on a GPU, of experts too: rows have the same bits in every tile, tokens at every depth and
+batch."""
 
 from __future__ import annotations
 
@@ -12,18 +13,26 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.ops.int4 import dequantize
 from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16, linear_w4a16_partials, linear_w4a16_silu_mul
+from compiled_mtp.ops.moe_experts import moe_experts_w4a16
+from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles, launch_tiles
 from compiled_mtp.ops.silu_mul import silu_mul
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engines import force_drafts, make_engine, prompt_of, run_to_end
+from tests.gpu.test_moe import float64_block
+from tests.models.test_four_bits import EXPERTS
 from tests.models.test_quantised import FORMATS, SMALL, every_linear
+from tests.ops.harness import poisoned_allocations, rel_l2
 from tests.ops.test_linear_w4a16 import four_bits
+from tests.ops.test_moe_w4a16 import arguments, case_of, cut, first_rows, two_products
+from tests.ops.test_moe_w4a16 import values_of as stack_values
 from tests.quantised import quantise
 
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 4, 16, 17, 32, 33, 64, 65, 128)
 SIZES: dict[str, Any] = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4}
+MIXTURE: dict[str, Any] = EXPERTS | {"num_layers": 4, "moe_intermediate_size": 512}
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -49,12 +58,62 @@ def test_rows_have_the_same_bits_and_the_values_of_float64(n: int, k: int, group
     assert (prompt - exact).norm() / exact.norm() < 4e-3
 
 
-@pytest.fixture(scope="module", params=["gptq", "awq", "pack-g64", "gptq-g32-bf16", "pack-channel-asym"])
-def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    packer, config = FORMATS[request.param]
-    path = write_checkpoint(tmp_path_factory.mktemp(request.param), **SIZES)
-    quantise(path, every_linear(packer), config)
+@pytest.mark.parametrize("is_shared_plain", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("experts", "top_k", "width", "inner"), [(24, 4, 2048, 512), (6, 2, 256, 128)])
+def test_experts_have_the_same_bits_and_the_values_of_float64(
+    experts: int, top_k: int, width: int, inner: int, group: int, is_shared_plain: bool
+) -> None:
+    dtype = torch.bfloat16 if group == 64 else torch.float16
+    how: dict[str, Any] = {"is_shared_plain": is_shared_plain, "dtype": dtype}
+    case = case_of(300, experts, top_k, width, inner, group, **how)
+    case = {name: tensor.cuda() for name, tensor in case.items()}
+    stacks = [stack_values(case, name) for name in ("gate_up", "down")]
+    exact = float64_block(case["x"], case["weights"], case["ids"], *stacks, None, None)
+    whole, prompt = (moe_experts_w4a16(**case, prefill=prefill) for prefill in (False, True))
+    for got in (whole, prompt):
+        assert rel_l2(got, exact) < 4e-3
+    for rows in (1, 3, 4, 16, 17, 33, 64, 100, 129):
+        for prefill, wanted in ((False, whole), (True, prompt)):
+            with poisoned_allocations():
+                got = moe_experts_w4a16(**first_rows(case, rows), prefill=prefill)
+            assert torch.equal(got, wanted[:rows]), (rows, prefill)
+    # Tiles of 16 and of 32 pairs, whatever their weight rows.
+    few = arguments(first_rows(case, 129))
+    for tiles in ((16, 64, 64, 2, 4), (16, 128, 128, 4, 3), (32, 64, 64, 4, 2), (32, 128, 128, 4, 3)):
+        assert torch.equal(launch_tiles(W4A16Tiles(*tiles), few), whole[:129]), tiles
+
+
+@pytest.mark.parametrize("is_shared_plain", [False, True])
+def test_shards_of_experts_have_the_bits_of_the_whole(is_shared_plain: bool) -> None:
+    case = case_of(40, 6, 2, 2048, 512, 64, is_shared_plain=is_shared_plain)
+    case = {name: tensor.cuda() for name, tensor in case.items()}
+    whole = moe_experts_w4a16(**case)
+    for world in (2, 4):
+        size = 512 // world
+        parts = [moe_experts_w4a16(**cut(case, slice(at, at + size))) for at in range(0, 512, size)]
+        assert torch.equal(add_tree(parts).bfloat16(), whole), world
+    assert torch.equal(two_products(case, "__call__"), moe_experts_w4a16(**case, prefill=True))
+
+
+# The name of a format, and for a mixture of experts how its shared expert is stored.
+CHECKPOINTS = (
+    *("gptq", "awq", "pack-g64", "gptq-g32-bf16", "pack-channel-asym"),
+    *("gptq moe", "pack-g64 moe", "gptq moe, shared expert plain"),
+)
+
+
+def write_four_bits(path: Path, name: str) -> Path:
+    packer, config = FORMATS[name.split()[0]]
+    write_checkpoint(path, **(MIXTURE if "moe" in name else SIZES))
+    choose, keeps_shared = every_linear(packer), name.endswith("plain")
+    quantise(path, lambda module: None if keeps_shared and "shared" in module else choose(module), config)
     return path
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_four_bits(tmp_path_factory.mktemp("checkpoint"), request.param)
 
 
 def gpu_engine(directory: Path, **options: Any) -> Engine:
@@ -69,6 +128,8 @@ def streams(
     engine = gpu_engine(directory, max_batch=max(count, 4), **options)
     kept = [form for form in engine.runner.spec.weight_formats.values() if form.group]
     assert kept
+    for layer in engine.runner.step.target.layers if engine.model_config.is_moe else ():
+        assert layer.ffn.has_codes
     if expected is not None and engine.config.mtp_step:
         force_drafts(engine, expected, lambda name, pos: pos % (engine.config.mtp_step + 1))
     for index in range(count):
@@ -89,10 +150,9 @@ def test_tokens_do_not_depend_on_depth_batch_or_cache(directory: Path) -> None:
     assert streams(directory, 3, mtp_step=3, prefix_cache=False) == three
 
 
-def test_compiled_code_does_not_depend_on_depth_or_batch(tmp_path: Path) -> None:
-    packer, config = FORMATS["awq"]
-    write_checkpoint(tmp_path, **SIZES)
-    quantise(tmp_path, every_linear(packer), config)
+@pytest.mark.parametrize("name", ["awq", "gptq moe", "gptq moe, shared expert plain"])
+def test_compiled_code_does_not_depend_on_depth_or_batch(tmp_path: Path, name: str) -> None:
+    write_four_bits(tmp_path, name)
     three = streams(tmp_path, 3, mtp_step=0, compile="on")
     assert streams(tmp_path, 3, three, mtp_step=3, compile="on") == three
     assert streams(tmp_path, 1, mtp_step=3, compile="on")["0"] == three["0"]

@@ -141,3 +141,38 @@ def test_quantised_rows_agree_with_the_cpus(directory: Path) -> None:
     apart, bound = (float((a - cpu).square().mean().sqrt()) for a in (ours, moved))
     print(f"{directory.name}: devices {apart:.2e}, embeddings off by 1e-4 {bound:.2e}")
     assert apart < bound
+
+
+@pytest.mark.parametrize("compile", ["off", "auto"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_same_tokens_with_drafts_in_fp8(tmp_path: Path, family: str, dtype: str, compile: str) -> None:
+    """The MTP layer's linears and the draft's head; 20 requests read the target's head."""
+    directory = write_checkpoint(tmp_path, family)
+    options = {"dtype": dtype, "compile": compile}
+    torch._dynamo.reset()
+    expected = streams(directory, mtp_step=0, max_batch=1, **options)
+    options["draft_dtype"] = "float8_e4m3fn"
+    for given in ({"max_batch": 3}, {"max_batch": 20, "batch_sizes": (20,)}, {"draft_vocab": 200}):
+        torch._dynamo.reset()
+        assert streams(directory, mtp_step=3, **given, **options) == expected
+
+
+def test_auto_drafts_in_fp8(directory: Path) -> None:
+    """What becomes FP8 is no longer in memory in another dtype; what was stored in FP8 stays as it was."""
+    engine = gpu_engine(directory, dtype="bfloat16")
+    step, spec = engine.runner.step, engine.runner.spec
+    assert spec.drafts.has_fp8_linears
+    assert step.draft_head is not None
+    assert step.draft_head.dtype == torch.float8_e4m3fn
+    assert step.draft is not None
+    wide = [name for name, p in step.draft.named_parameters() if p.dim() > 1 and p.dtype == torch.bfloat16]
+    assert all(name.endswith("router.weight") for name in wide)
+    assert engine.runner.memory.other_bytes >= step.draft_head.nbytes
+    plain = gpu_engine(directory, dtype="bfloat16", draft_dtype="weights").runner.step
+    assert plain.draft_head is None
+    assert plain.draft is not None
+    held, kept = (dict(draft.named_parameters()) for draft in (step.draft, plain.draft))
+    for name, parameter in kept.items():
+        if parameter.dtype == torch.float8_e4m3fn:
+            assert torch.equal(parameter.view(torch.uint8), held[name].view(torch.uint8)), name

@@ -17,10 +17,12 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
+@pytest.mark.parametrize("draft_dtype", ["weights", "float8_e4m3fn"])
 def test_sizes_that_share_a_program_have_the_tokens_of_one(
-    tmp_path: Path, family: str, graph_mode: str
+    tmp_path: Path, family: str, graph_mode: str, draft_dtype: str
 ) -> None:
-    """Up to 16 rows and more, for which products before a norm have other numbers of partials."""
+    """Up to 16 rows and more: products before a norm have other numbers of partials, and drafts read the
+    target's head instead of an FP8 copy."""
     write_checkpoint(tmp_path, family)
     prompts = [prompt_of(3 + 7 * n, n, 512) for n in range(24)]
     params = [SamplingParams(max_tokens=12, temperature=0.8, seed=n, ignore_eos=True) for n in range(24)]
@@ -30,11 +32,11 @@ def test_sizes_that_share_a_program_have_the_tokens_of_one(
     plain.close()
     sizes = (1, 2, 8, 24)
     torch._dynamo.utils.counters.clear()
-    engine = make_engine(
-        tmp_path, mtp_step=3, max_batch=24, batch_sizes=sizes, compile="on", graph_mode=graph_mode, **given
-    )
-    # The program of one request, and the shared program.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    given |= {"graph_mode": graph_mode, "draft_dtype": draft_dtype}
+    engine = make_engine(tmp_path, mtp_step=3, max_batch=24, batch_sizes=sizes, compile="on", **given)
+    # The program of one request, and the shared one; 24 requests that read another head have their own.
+    count = 2 if draft_dtype == "weights" else 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count
     with torch.compiler.set_stance("fail_on_recompile"):
         for size in reversed(sizes):
             outputs = engine.generate(prompts[:size], params[:size])

@@ -240,7 +240,7 @@ def test_the_key_holds_resolved_settings() -> None:
         "num_threads": torch.get_num_threads(),
     }
     assert {name: key[name] for name in wanted} == wanted
-    assert key["draft_head"]["num_ids"] >= 100
+    assert key["drafts"]["num_ids"] >= 100
     apart = {"model", "seed", "num_blocks", "graph_mode", "batch_sizes", "draft_vocab", "compile"}
     assert not apart & key.keys()
     assert not {f"model.{name}" for name in ("dtype", "quantized", "eos_token_ids")} & key.keys()

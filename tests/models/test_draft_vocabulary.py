@@ -1,4 +1,4 @@
-"""The draft vocabulary: files of ids and their errors, the head in FP8, the tool."""
+"""The draft vocabulary: files of ids and their errors, the tool."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from compiled_mtp import EngineConfig
 from compiled_mtp.cli.main import main
 from compiled_mtp.models import draft_vocabulary
-from compiled_mtp.models.draft_head import DraftHeadPlan
 from compiled_mtp.models.draft_vocabulary import choose_draft_ids
-from compiled_mtp.ops.fp8 import dequantize, quantize_weight
 
 
 def written(folder: Path, text: str) -> Path:
@@ -78,37 +75,6 @@ def test_config_takes_numbers_and_paths(monkeypatch: pytest.MonkeyPatch) -> None
         ValueError, match="draft_vocab must be a number of ids, at least 1, or a file of ids, got '-3'"
     ):
         EngineConfig(draft_vocab="-3")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("shape", [(300, 200), (128, 256), (8500, 130)])
-def test_quantised_rows_come_back_within_half_a_step(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape) * torch.logspace(-3, 1, shape[0])[:, None]
-    weight[:128, :128] = 0.0
-    values, scale = quantize_weight(weight)
-    error = (dequantize(values, scale) - weight).abs()
-    # Half a step of 3 mantissa bits, or of a block's smallest subnormal, 2 ** -9.
-    blocks = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
-    assert (error <= weight.abs() / 16 * 1.001 + blocks * 2**-10).all()
-    for first in (0, 128):
-        assert torch.equal(values[first : first + 128], quantize_weight(weight[first : first + 128])[0])
-
-
-@pytest.mark.parametrize(
-    ("ids", "is_fp8"), [(None, False), ((1, 5, 7), False), ((1, 5, 7), True), (None, True)]
-)
-def test_a_plan_knows_its_memory(ids: tuple[int, ...] | None, is_fp8: bool) -> None:
-    head = torch.randn(200, 144)
-    plan = DraftHeadPlan(ids, is_fp8)
-    made = plan.make(head, head.__getitem__)
-    assert plan.num_bytes(head) == sum(t.nbytes for t in (made.weight, made.scale) if t is not None)
-    rows = head if ids is None else head[list(ids)]
-    if is_fp8:
-        assert made.weight is not None
-        assert made.scale is not None
-        torch.testing.assert_close(dequantize(made.weight, made.scale), rows, rtol=0.07, atol=0.01)
-    else:
-        assert made.weight is None if ids is None else torch.equal(made.weight, rows)
-    assert made.ids is None if ids is None else made.ids.tolist() == list(ids)
 
 
 def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

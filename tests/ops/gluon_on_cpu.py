@@ -29,7 +29,7 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory [rows, columns] of one program."""
+    """Shared memory of one program: [rows, columns], or stages of it."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -40,6 +40,12 @@ class Shared:
 
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.values.permute(order))
+
+    def index(self, index: Any) -> Shared:
+        return Shared(self.values[int(index)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.values.narrow(dim, start, length))
 
 
 class Program:
@@ -64,7 +70,7 @@ class Program:
         names = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DotOperandLayout")
         return SimpleNamespace(
             **dict.fromkeys((*names, "NVMMADistributedLayout"), layout),
-            **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "int8")},
+            **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "int16", "int8")},
             constexpr=None,
             static_range=range,
             num_warps=lambda: self.warps,
@@ -77,9 +83,13 @@ class Program:
             reshape=torch.reshape,
             permute=torch.permute,
             split=lambda pairs: pairs.unbind(-1),
-            convert_layout=lambda value, _: value,
+            expand_dims=torch.unsqueeze,
+            fma=lambda a, b, c: (a.double() * b + c).to(c.dtype),
+            load=lambda at: at.values[at.offset],
+            convert_layout=lambda value, _, assert_trivial=False: value,
+            # Integers have no NaN.
             allocate_shared_memory=lambda dtype, shape, _: Shared(
-                torch.full(shape, float("nan"), dtype=dtype)
+                torch.full(shape, float("nan") if dtype.is_floating_point else 0x5555, dtype=dtype)
             ),
             store=self.store,
         )
@@ -116,10 +126,13 @@ class Program:
         self.has_waited = True
 
 
-def run(kernel: Any, grid: tuple[int, int], num_warps: int, **given: Any) -> list[Program]:
+def run(
+    kernel: Any, grid: tuple[int, int], num_warps: int, instead: dict[str, Any] | None = None, **given: Any
+) -> list[Program]:
     """Run every program of a kernel, one after another.
 
-    given: the kernel's arguments by name; a tensor is passed with its own storage and offset.
+    instead: functions that take the place of the module's by name, for those that are inline assembly or
+    reinterpret bits. given: the kernel's arguments by name; a tensor is passed with its storage and offset.
     """
     programs = []
     module = inspect.getmodule(kernel.fn)
@@ -134,6 +147,7 @@ def run(kernel: Any, grid: tuple[int, int], num_warps: int, **given: Any) -> lis
             copies = SimpleNamespace(commit_group=program.commit_group, wait_group=program.wait_group)
             own |= {"gl": program.gl(), "async_copy": copies, "async_load": program.async_load}
             own |= {"gdc_wait": program.wait, "gdc_launch_dependents": lambda: None, "mma_v2": multiply_add}
+            own |= instead or {}
             entry = FunctionType(kernel.fn.__code__, own, kernel.fn.__name__)
             entry(**{name: as_pointer(value) for name, value in given.items()})
             programs.append(program)

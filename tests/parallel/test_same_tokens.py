@@ -26,7 +26,7 @@ CASES = [
     ("dense-r1-tied", "float32", {"kv_dtype": "float8_e4m3fn"}, (2, 4)),
     ("next-fp8", "float32", {"weight_recipe": "w8a16"}, (2,)),
     ("moe-mixed", "bfloat16", {}, (2,)),
-    ("next-w8a8", "bfloat16", {"draft_head_dtype": "float8_e4m3fn"}, (2,)),
+    ("next-w8a8", "bfloat16", {"draft_dtype": "float8_e4m3fn"}, (2,)),
     ("dense-w8a8", "bfloat16", {}, (4,)),
     ("moe-w8a8", "float32", {}, (2,)),
 ]

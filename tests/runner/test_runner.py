@@ -21,6 +21,7 @@ SMALL, LARGE = 10 << 20, 2 << 30
 def spec_of(monkeypatch: pytest.MonkeyPatch, device: str, **options: Any) -> EngineSpec:
     """Return the spec of the default checkpoint on a device that need not exist."""
     monkeypatch.setattr("compiled_mtp.runner.spec.resolve_device", lambda name: torch.device(device))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     config = EngineConfig(**options)
     return resolve(config, read_model_config(config.model), 4096)
 

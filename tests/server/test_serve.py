@@ -63,7 +63,7 @@ def test_a_checkpoint_without_a_tokenizer(made: list[tuple[Any, ...]], tmp_path:
     for file in SHIPPED.iterdir():
         if file.suffix in (".json", ".safetensors") and not file.name.startswith("tokenizer"):
             shutil.copy(file, tmp_path)
-    with pytest.raises(ValueError, match=r"model must hold a tokenizer.json, got .*; download it whole"):
+    with pytest.raises(ValueError, match=r"model must hold a tokenizer.json, got .*; download all its files"):
         serve.serve(ServerConfig(port=0), EngineConfig(model=tmp_path))
     assert made == []
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
+from tests.checkpoints import write_checkpoint
+from tests.engines import make_engine
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -91,6 +96,35 @@ def test_every_expert_has_the_numbers_of_the_first(
     assert first.std() > 0.01
     assert torch.equal(second, roll(first, 1, 0))
     assert torch.equal(third, roll(first, 2, 0))
+
+
+def test_the_floor_counts_what_drafts_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    tool = importlib.import_module("bench_step")
+
+    def plan(*given: Any, **named: Any) -> DraftPlan:
+        # As on a GPU.
+        return replace(plan_drafts(*given, **named), is_multiplied_out=False)
+
+    monkeypatch.setattr("compiled_mtp.runner.spec.plan_drafts", plan)
+    directory = write_checkpoint(tmp_path, "qwen3_5_moe")
+    plain, rounded, cut = (
+        make_engine(directory, dtype="bfloat16", draft_dtype=asked, draft_vocab=ids).runner
+        for asked, ids in (("weights", None), ("float8_e4m3fn", None), ("float8_e4m3fn", 127))
+    )
+    for batch in (1, 20):
+        wanted = tool.floor_bytes(plain, batch, 64)
+        assert tool.floor_bytes(rounded, batch, 64, has_own_drafts=False) == wanted
+        items = tool.floor_bytes(rounded, batch, 64)
+        assert {name for name in items if items[name] != wanted[name]} == {
+            "draft_layers",
+            *(["draft_heads"] if batch == 1 else []),
+        }
+        assert 0.5 < items["draft_layers"] / wanted["draft_layers"] < 0.55
+    assert tool.floor_bytes(rounded, 1, 64)["draft_heads"] == 3 * (512 * 128 + 4 * 4)
+    # 127 ids and the eos id, at every size.
+    assert tool.floor_bytes(cut, 20, 64)["draft_heads"] == 3 * (128 * 128 + 4)
+    assert tool.floor_bytes(cut, 20, 64, has_own_drafts=False)["draft_heads"] == 3 * 128 * 128 * 2
 
 
 class Profile:

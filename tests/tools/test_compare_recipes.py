@@ -20,7 +20,7 @@ def test_loss_and_agreement(
     plain = write_checkpoint(tmp_path / "plain", **options)
     quantize_checkpoint(plain, tmp_path / "fp8")
     (tmp_path / "text.py").write_text("def f(x):\n    return [x, x + 1]\n" * 20)
-    monkeypatch.setattr(compare_recipes, "PIECE", 4)
+    monkeypatch.setattr(compare_recipes, "CONTINUATION", 4)
     monkeypatch.setattr(compare_recipes, "PREFIX", 16)
     given = [str(plain), str(tmp_path / "fp8"), "--text", str(tmp_path / "text.py"), "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["compare_recipes", *given, "--window", "24", "--tokens", "4"])
@@ -38,7 +38,7 @@ def test_loss_and_agreement(
     assert "text must give 250 windows, got 0; give more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "least"), [("--tokens", compare_recipes.PIECE), ("--windows", 1)])
+@pytest.mark.parametrize(("flag", "least"), [("--tokens", compare_recipes.CONTINUATION), ("--windows", 1)])
 def test_sizes_of_nothing_are_refused_before_the_engines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, least: int
 ) -> None:

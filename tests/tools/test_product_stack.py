@@ -17,13 +17,13 @@ SHARED, PROCESSORS = 227 * 1024, 132
 
 def test_tiles_fill_the_processors_and_run_at_once(tool: Any) -> None:
     for n, k, split in ((8224, 1024, 1), (7168, 1024, 1), (1024, 2048, 4), (1024, 3584, 4)):
-        found = list(tool.held_tiles(n, k, split, SHARED, PROCESSORS))
+        found = list(tool.resident_tiles(n, k, split, SHARED, PROCESSORS))
         assert found
         for tile in found:
             programs = -(-n // tile.block_n) * split
             size = 2 * k // split * (tile.block_n + 16)
             assert 99 <= programs <= SHARED // size * PROCESSORS
-    assert not list(tool.held_tiles(34816, 5120, 1, SHARED, PROCESSORS))
+    assert not list(tool.resident_tiles(34816, 5120, 1, SHARED, PROCESSORS))
 
 
 def make_tuner(tool: Any, monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int, ...], float]) -> Any:
@@ -40,7 +40,7 @@ def make_tuner(tool: Any, monkeypatch: pytest.MonkeyPatch, times: dict[tuple[int
     monkeypatch.setattr(tool.torch.cuda, "current_device", lambda: 0)
     gpu = SimpleNamespace(shared_bytes=SHARED, num_processors=PROCESSORS)
     monkeypatch.setattr(tool, "device_of", lambda index: gpu)
-    tuner = tool.HeldTuner("0.8b", 4)
+    tuner = tool.ResidentTuner("0.8b", 4)
     tuner.names = {name: (1024, 2048, 4)}
     return tuner
 
@@ -84,7 +84,7 @@ def test_a_tile_with_other_bits_ends_the_run(tool: Any, monkeypatch: pytest.Monk
 def test_the_names_are_those_that_a_model_uses(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = TargetModel(tiny.tiny_config(), torch.float32, torch.device("cpu"))
     monkeypatch.setattr(tool, "Stack", lambda shape, rows: SimpleNamespace(target=target))
-    names = tool.HeldTuner("0.8b", 4).names
+    names = tool.ResidentTuner("0.8b", 4).names
     assert any(name.endswith("parts1") for name in names)
     assert any(name.endswith("product") for name in names)
     # `linear` looks up gate and up by that kind.

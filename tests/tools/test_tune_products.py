@@ -89,11 +89,11 @@ def test_the_named_weights_once_each(tried: Any) -> None:
 @pytest.mark.parametrize("rows", [32, 128, 256])
 def test_every_number_of_partials_has_large_m_tiles(tried: Any, shape: str, rows: int) -> None:
     products = [
-        one for one in tried.products_of([shape], ["bf16"], (), tried.NOT_TIMED) if tried.is_tall(one)
+        one for one in tried.products_of([shape], ["bf16"], (), tried.NOT_TIMED) if tried.fits_large_m(one)
     ]
     assert {"gate|up", "down", "lm_head"} <= {product.name for product in products}
     for product in products:
-        found = tried.ways_of("tall", product, rows)
+        found = tried.ways_of("large-m", product, rows)
         for count in product.counts:
             own = [way for way in found if way.count == count and way.kernel != "cuBLAS"]
             assert sum(way.kernel == "plain" for way in own) == 1
@@ -123,10 +123,10 @@ def test_every_number_of_partials_has_tiles_in_fp8(
 def test_the_candidate_compiles_to_one_class_of_product() -> None:
     """Every tile multiplies by warp-group instructions, without spills."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    flags = ["tall", "--compile-only", "--workers=2", "--rows=128", "--weights=gate|up"]
+    flags = ["large-m", "--compile-only", "--workers=2", "--rows=128", "--weights=gate|up"]
     command = [sys.executable, str(TOOLS / "tune_products.py"), *flags]
     out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    lines = [line for line in out.splitlines() if " tall (" in line]
+    lines = [line for line in out.splitlines() if " large-m (" in line]
     assert len(lines) > 4
     assert all(re.search(r"'stack_bytes': 0, .*\{'HGMMA': \d+\}$", line) for line in lines), "\n".join(lines)
 
@@ -184,18 +184,20 @@ def test_an_fp8_candidate_is_checked_timed_printed_and_written(
     count: int,
 ) -> None:
     product = ways.Product("a", name, 192, 512, "w8a8")
-    tall = ways.Way(product, 18, "tile", count, w8a8_config.LargeMTile(16, 64, 1, 32, 4, 3))
-    left = replace(tall, tile=ways.W8A8Config(16, 64, 4, 3))
+    large_m = ways.Way(product, 18, "tile", count, w8a8_config.LargeMTile(16, 64, 1, 32, 4, 3))
+    left = replace(large_m, tile=ways.W8A8Config(16, 64, 4, 3))
     best: Any = {}
-    for way in (tall, left):
+    for way in (large_m, left):
         found = json.loads(ways.time_way(way))
         # In the interpreter a product rounds like the CPU's.
         assert found["same_bits"] in {True, False}
         assert ("decisive_us" in found) == (name == "down")
-        torch.testing.assert_close(ways.result_of(tall, 18), ways.result_of(left, 18), rtol=1.6e-2, atol=1e-2)
+        torch.testing.assert_close(
+            ways.result_of(large_m, 18), ways.result_of(left, 18), rtol=1.6e-2, atol=1e-2
+        )
         tool.show(way, json.dumps({**found, "same_bits": True}), best)
-    tool.show(tall, "HUNG", best)
-    tool.show(tall, json.dumps({"us": 1.0, "floor_us": 1.0, "same_bits": False}), best)
+    tool.show(large_m, "HUNG", best)
+    tool.show(large_m, json.dumps({"us": 1.0, "floor_us": 1.0, "same_bits": False}), best)
     tool.show(replace(left, rows=4), json.dumps({"us": 1.0, "floor_us": 1.0, "same_bits": True}), best)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("same bits")
@@ -306,7 +308,7 @@ def test_the_committed_table_is_what_the_tool_writes(tool: Any, tmp_path: Path, 
     assert (tmp_path / "table.json").read_text() == path.read_text()
 
 
-@pytest.mark.parametrize("kind", ["narrow", "held", "tall", "w8a8"])
+@pytest.mark.parametrize("kind", ["narrow", "resident", "large-m", "w8a8"])
 def test_without_a_gpu_it_says_so(
     tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -324,7 +326,7 @@ def test_a_table_holds_no_flags_that_are_not_set(tool: Any, ways: Any) -> None:
 
 
 def test_each_kind_has_its_own_defaults(tool: Any) -> None:
-    tall, w8a8 = (tool.parse_flags([kind, "--compile-only"]) for kind in ("tall", "w8a8"))
-    assert (tall.recipes, tall.rows, tall.out) == (["bf16"], [128, 32], None)
+    large_m, w8a8 = (tool.parse_flags([kind, "--compile-only"]) for kind in ("large-m", "w8a8"))
+    assert (large_m.recipes, large_m.rows, large_m.out) == (["bf16"], [128, 32], None)
     assert (w8a8.recipes, w8a8.rows, w8a8.shapes) == (["w8a8"], [4, 32, 128], ["27b"])
-    assert tool.parse_flags(["held", "--compile-only"]).out == RESIDENT_TABLE
+    assert tool.parse_flags(["resident", "--compile-only"]).out == RESIDENT_TABLE

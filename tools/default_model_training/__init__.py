@@ -1,1 +1,1 @@
-"""The makers of the checkpoint that ships: data, model, training loops, export, evaluation, model card."""
+"""Makes the checkpoint that ships: data, model, training loops, export, evaluation, model card."""

@@ -17,9 +17,9 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 HELD_OUT_ONE_IN = 25
 MINIMUM_TRAINING_BYTES = 8_000_000
-# Line breaks and runs of blanks are pieces of their own: text may be cut at a line's end, and indentation is
-# one token. A word keeps the one space, dot or underscore before it; digits are single.
-PIECES = r"\r?\n|[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+|\s"
+# Line breaks and runs of blanks are pre-tokens of their own: text may be cut at a line's end, and indentation
+# is one token. A word keeps the one space, dot or underscore before it; digits are single.
+PRE_TOKENS = r"\r?\n|[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+|\s"
 
 Tokens = NDArray[np.uint16]
 
@@ -48,13 +48,13 @@ class Corpus:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file belongs to the held-out set: decided by the hash of its relative path alone."""
+    """Return whether a file belongs to the held-out set; only the hash of its relative path decides."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def find_sources(stdlib: Path) -> list[str]:
-    """Sorted relative paths of all *.py files under `stdlib`, site-packages left out."""
+    """Return the sorted relative paths of all *.py files under `stdlib`, without site-packages."""
     paths = (path.relative_to(stdlib) for path in stdlib.rglob("*.py"))
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     return sorted(path.as_posix() for path in paths if not excluded.intersection(path.parts))
@@ -63,9 +63,9 @@ def find_sources(stdlib: Path) -> list[str]:
 def read_split(
     stdlib: Path, minimum_bytes: int = MINIMUM_TRAINING_BYTES
 ) -> tuple[list[str], list[str], DataSummary]:
-    """Texts of the training files, of the held-out files, and the summary.
+    """Return the texts of the training files and of the held-out files, and the summary.
 
-    Files that are not UTF-8 are skipped. Raises ValueError when the training text is under `minimum_bytes`.
+    Files that are not UTF-8 are skipped. Raises ValueError if the training text is under `minimum_bytes`.
     """
     train, heldout, skipped = [], [], 0
     listing = hashlib.sha256()
@@ -100,11 +100,11 @@ def read_split(
 
 
 def train_tokenizer(texts: list[str], entries: int = BPE_ENTRIES) -> Tokenizer:
-    """A byte-level BPE of `entries` entries from `texts`, plus the special tokens after them."""
+    """Return a byte-level BPE of `entries` entries from `texts`, with the special tokens after them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -134,19 +134,20 @@ def prepare(stdlib: Path) -> Corpus:
 
 
 def heldout_tokens(stdlib: Path, tokenizer: Tokenizer) -> list[Tokens]:
-    """The held-out files of `stdlib` as token arrays, for evaluation alone."""
+    """Return the held-out files of `stdlib` as token arrays, only for evaluation."""
     return _encode(tokenizer, read_split(stdlib)[1])
 
 
 def default_stdlib() -> Path:
-    """The standard library of the running interpreter."""
+    """Return the directory of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def heldout_prefixes(heldout: list[Tokens], count: int, length: int) -> NDArray[np.int64]:
-    """`count` prefixes of `length` tokens [count, length], spread over the held-out files.
+    """Return `count` prefixes of `length` tokens [count, length], spread over the held-out files.
 
-    Files are taken in turn; the n-th prefix of a file starts at token n * 2 * length.
+    Files take turns; the n-th prefix of a file, from 0, starts at token n * 2 * length. Raises ValueError if
+    the files are too short for so many.
     """
     rows: list[Tokens] = []
     turn = 0

@@ -22,7 +22,7 @@ LOOP_WINDOW, LOOP_GRAM = 32, 16
 
 
 def is_looping(tokens: list[int]) -> bool:
-    """Whether some 16-gram occurs twice within the last 32 of `tokens`."""
+    """Return whether some 16-gram occurs twice within the last 32 of `tokens`."""
     last = tokens[-LOOP_WINDOW:]
     grams = [tuple(last[i : i + LOOP_GRAM]) for i in range(len(last) - LOOP_GRAM + 1)]
     return len(set(grams)) < len(grams)
@@ -38,7 +38,7 @@ class Acceptance:
 
     @classmethod
     def empty(cls, depths: int) -> Acceptance:
-        """No rounds yet."""
+        """Return counts of no rounds."""
         return cls(0, 0, [0] * depths)
 
     def add(self, accepted: int) -> None:
@@ -49,7 +49,7 @@ class Acceptance:
             self.accepted[index] += 1
 
     def summary(self) -> dict[str, object]:
-        """Mean new tokens per round, and the share of rounds that accepted each draft index."""
+        """Return the mean new tokens per round, and the share of rounds that accepted each draft index."""
         rounds = max(self.rounds, 1)
         return {
             "rounds": self.rounds,
@@ -60,7 +60,7 @@ class Acceptance:
 
 @torch.no_grad()
 def bits_per_byte(model: TrainingModel, tokenizer: Tokenizer, heldout: list[Tokens]) -> float:
-    """Held-out bits per byte of text, in windows of 1024 tokens that see nothing of the window before."""
+    """Return the held-out bits per byte of text, in independent windows of 1,024 tokens."""
     device = next(model.parameters()).device
     start = tokenizer.token_to_id(END_OF_TEXT)
     total_bits, total_bytes = 0.0, 0
@@ -76,9 +76,9 @@ def bits_per_byte(model: TrainingModel, tokenizer: Tokenizer, heldout: list[Toke
 
 
 def engine_acceptance(directory: Path, heldout: list[Tokens], prefixes: int) -> dict[str, Any]:
-    """Acceptance in float32 on the CPU, greedy and at temperature 0.8, from held-out prefixes.
+    """Return the acceptance in float32 on the CPU, greedy and at temperature 0.8, from held-out prefixes.
 
-    A round counts when it starts before the 128th new token; prefill's own token is not a round.
+    A round counts if it starts before the 128th new token; prefill's own token is not a round.
     """
     rows = heldout_prefixes(heldout, prefixes, PREFIX)
     engine = Engine(EngineConfig(model=directory, mtp_step=MTP_STEP, device="cpu", compile="off"))
@@ -104,7 +104,7 @@ def engine_acceptance(directory: Path, heldout: list[Tokens], prefixes: int) -> 
 
 
 def example_continuations(directory: Path, prompt_file: Path) -> list[dict[str, str]]:
-    """Greedy continuations of 128 tokens, by the engine on the CPU, of the prompts of a .jsonl file."""
+    """Return greedy continuations of 128 tokens, by the engine on the CPU, of a .jsonl file's prompts."""
     prompts = [json.loads(line)["prompt"] for line in prompt_file.read_text().splitlines()]
     engine = Engine(EngineConfig(model=directory, mtp_step=MTP_STEP, device="cpu", compile="off"))
     outputs = engine.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0))

@@ -1,4 +1,4 @@
-"""Writing and reading the Hugging Face directory of the checkpoint that ships."""
+"""Writes and reads the Hugging Face directory of the checkpoint that ships."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLOAT32_SUFFIXES = (".A_log", "linear_attn.norm.weight")
 
 
 def config_of(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The contents of config.json, in the flat text-only layout of Qwen3.5."""
+    """Return the contents of config.json, in the flat text-only layout of Qwen3.5."""
     layer_types = [
         "full_attention" if shape.is_full_attention(i) else "linear_attention"
         for i in range(shape.num_layers)
@@ -86,7 +86,7 @@ def config_of(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    """The shape that `config_of` described."""
+    """Return the shape that `config_of` wrote into `config`."""
     return ModelShape(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
@@ -107,7 +107,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """The dtype in which a parameter is stored: bfloat16, two kinds float32 as in the released files."""
+    """Return the stored dtype of a parameter: bfloat16, for two kinds float32 as in the released files."""
     return torch.float32 if name.endswith(FLOAT32_SUFFIXES) else torch.bfloat16
 
 
@@ -152,7 +152,7 @@ def export_checkpoint(model: TrainingModel, tokenizer: Tokenizer, out: Path) -> 
 
 
 def load_checkpoint(directory: Path) -> tuple[TrainingModel, Tokenizer]:
-    """The float32 training model (evaluation mode) and the tokenizer of an exported directory."""
+    """Return the float32 training model (evaluation mode) and the tokenizer of an exported directory."""
     shape = shape_of(json.loads((directory / "config.json").read_text()))
     model = TrainingModel(shape)
     tensors = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}

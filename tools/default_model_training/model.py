@@ -1,6 +1,6 @@
 """The training model: the Qwen3.5 dense architecture and its MTP head in plain, differentiable PyTorch.
 
-Parameter names are those of the released text-only checkpoints, so `state_dict()` is what gets exported.
+Parameters have the names of the released text-only checkpoints, so `state_dict()` is exported as it is.
 Source: transformers 5.23 `models/qwen3_5` and the Qwen3-Next report; chunked rule: arXiv 2412.06464.
 """
 
@@ -38,11 +38,11 @@ class ModelShape:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading dimensions of a head that are rotated."""
+        """Return how many leading dimensions of a head are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def is_full_attention(self, layer: int) -> bool:
-        """Whether trunk layer `layer` (from 0) is a full-attention layer."""
+        """Return whether trunk layer `layer` (from 0) is a full-attention layer."""
         return (layer + 1) % self.full_attention_interval == 0
 
 
@@ -282,7 +282,7 @@ class Trunk(nn.Module):
 class MtpHead(nn.Module):
     """The multi-token-prediction head: one full-attention layer over (token, previous hidden) pairs.
 
-    The pair in slot j is (token j, hidden j - 1), at rotary position j, and predicts token j + 1.
+    The pair at position j is (token j, hidden j - 1), with rotary position j, and predicts token j + 1.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -297,18 +297,19 @@ class MtpHead(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, depths: int
     ) -> list[Tensor]:
-        """Post-norm hiddens [B, T, H] of draft depths 1..depths, at every slot, as decoding makes them.
+        """Return post-norm hiddens [B, T, H] of draft depths 1..depths at every position, as in decoding.
 
-        `embedded` [B, T, H] are the embedded tokens, `hidden` the trunk's post-norm hiddens. Depth d at slot
-        j attends to the depth-1 pairs of slots 1..j-d+1 (the committed ones of a round that starts there) and
-        to the depth-2..d pairs of its own chain, exactly as in decoding. Slots j < d of depth d mean nothing.
+        `embedded` [B, T, H] are the embedded tokens, `hidden` the trunk's post-norm hiddens. Depth d at
+        position j attends to the depth-1 pairs of positions 1..j-d+1 (the committed pairs of a round that
+        starts there) and to the depth-2..d pairs of its own chain, exactly as in decoding. Positions j < d of
+        depth d hold no valid result.
         """
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)
         attention = layer.self_attn
         length = embedded.shape[1]
         normed_embedding = self.pre_fc_norm_embedding(embedded)
-        slots = torch.arange(length, device=embedded.device)
+        positions = torch.arange(length, device=embedded.device)
         # The committed pairs' keys and values, then those of each later depth.
         cached: list[tuple[Tensor, Tensor]] = []
         previous, outputs = hidden, []
@@ -322,9 +323,9 @@ class MtpHead(nn.Module):
             cached.append((k, v))
             (keys, values), *chain = cached
             scale = self.shape.head_dim**-0.5
-            visible = (slots[None, :] >= 1) & (slots[None, :] <= slots[:, None] - (depth - 1))
+            visible = (positions[None, :] >= 1) & (positions[None, :] <= positions[:, None] - (depth - 1))
             if depth == 1:
-                visible = visible | (slots[:, None] + slots[None, :] == 0)
+                visible = visible | (positions[:, None] + positions[None, :] == 0)
             scores = (q @ keys.transpose(-1, -2)).float() * scale
             scores = scores.masked_fill(~visible, float("-inf"))
             moved = [[_shift(x, depth - 2 - index) for x in pair] for index, pair in enumerate(chain)]
@@ -339,7 +340,7 @@ class MtpHead(nn.Module):
 
 
 def _shift(x: Tensor, count: int) -> Tensor:
-    """Move x [B, heads, T, width] `count` slots later."""
+    """Move x [B, heads, T, width] `count` positions later."""
     return F.pad(x, (0, 0, count, 0))[:, :, : x.shape[2]] if count else x
 
 

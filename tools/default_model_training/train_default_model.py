@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-# This folder's package, and the engine, installed or not.
+# Find this folder's package and the engine, even if the engine is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,7 +34,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "prompts.jsonl"
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Flags: places, and one flag per field of Recipe."""
+    """Parse the flags: paths, and one flag per field of Recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +93,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run what the flags ask for."""
+    """Train unless --evaluate is given, then evaluate."""
     arguments = parse_arguments()
     if not arguments.evaluate:
         train(arguments)

@@ -48,7 +48,7 @@ class Recipe:
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 autocast on a GPU; nothing on a CPU, where it is slower."""
+    """Return bfloat16 autocast on a GPU; it is disabled on a CPU, where it is slower."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
@@ -71,7 +71,7 @@ class Progress:
 
 
 def windows(stream: Tensor, length: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Endless batches [batch, length + 1] of `stream` [n]: shuffled windows, a new offset every epoch."""
+    """Yield endless batches [batch, length + 1] of `stream` [n]: shuffled windows, new offset every epoch."""
     reach = torch.arange(length + 1, device=stream.device)
     while True:
         offset = int(torch.randint(length, (1,), generator=generator))
@@ -84,7 +84,7 @@ def windows(stream: Tensor, length: int, batch: int, generator: torch.Generator)
 
 
 def cosine(step: int, total: int, warmup: int) -> float:
-    """Learning-rate factor: linear warm-up, then a cosine to zero."""
+    """Return the learning rate's factor: linear warm-up, then a cosine to zero."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
@@ -93,7 +93,7 @@ def cosine(step: int, total: int, warmup: int) -> float:
 def head_losses(
     hidden: Tensor, drafts: list[Tensor], weight: Tensor, labels: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean losses: the trunk's cross-entropy, and per depth the hard and the distilled loss of the drafts.
+    """Return mean losses: the trunk's cross-entropy, and per depth the drafts' hard and distilled loss.
 
     hidden and each of drafts [B, T, H], weight [V, H], labels [B, T]. The distilled loss is the cross-entropy
     against the trunk's own (detached) distribution at the same position, both at `temperature`.
@@ -112,7 +112,7 @@ def head_losses(
 
 
 def optimizer_for(parameters: list[tuple[str, nn.Parameter]], rate: float, decay: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only."""
+    """Return AdamW with decay on matrices only."""
     matrices = [p for name, p in parameters if p.dim() >= 2 and "conv1d" not in name]
     others = [p for name, p in parameters if p.dim() < 2 or "conv1d" in name]
     fused = matrices[0].is_cuda
@@ -122,7 +122,7 @@ def optimizer_for(parameters: list[tuple[str, nn.Parameter]], rate: float, decay
 
 @torch.no_grad()
 def heldout_metrics(model: TrainingModel, stream: Tensor, length: int, limit: int = 64) -> dict[str, float]:
-    """Held-out loss in bits per token and, per depth, how often draft and trunk have the same argmax."""
+    """Return the held-out bits per token and, per depth, how often draft and trunk have the same argmax."""
     was_training = model.training
     model.eval()
     torch.compiler.set_stance("force_eager")
@@ -143,7 +143,7 @@ def heldout_metrics(model: TrainingModel, stream: Tensor, length: int, limit: in
 
 
 class Trainer:
-    """Runs both phases on one device, with checkpoints in `work` and exports in `out`."""
+    """Runs both phases on one device, with the resume file in `work` and exports in `out`."""
 
     def __init__(
         self, shape: ModelShape, recipe: Recipe, corpus: Corpus, work: Path, out: Path, device: torch.device
@@ -258,7 +258,7 @@ class Trainer:
 
     @torch.no_grad()
     def _hiddens(self, rows: Tensor) -> Tensor:
-        """The frozen trunk's hiddens [n, T, H] bfloat16 for rows [n, T + 1]."""
+        """Return the frozen trunk's hiddens [n, T, H] bfloat16 for rows [n, T + 1]."""
         torch.compiler.set_stance("force_eager")
         with mixed_precision(self.device):
             parts = [self.model.hidden(part[:, :-1].long()).bfloat16() for part in rows.split(128)]
@@ -291,7 +291,7 @@ class Trainer:
             parameter.copy_(parameter.to(stored_dtype(name)).float())
 
     def _own_text(self) -> Tensor:
-        """The trunk's own continuations of training text at temperatures 0 to 1, int32 on the device.
+        """Return the trunk's own continuations of training text at temperatures 0 to 1, int32 on the device.
 
         The engine writes them, from the checkpoint that the first phase has exported.
         """

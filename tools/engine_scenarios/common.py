@@ -1,4 +1,4 @@
-"""What the scenarios share: flags, the engine that they name, prompts of random ids, turns and the clock."""
+"""Shared by the scenarios: flags, the engine that they describe, random prompts, turns and the clock."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 def count(text: str) -> int:
-    """A flag's integer from 1 on."""
+    """Parse a flag's integer, at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
     return int(text)
 
 
 def numbers(text: str) -> list[int]:
-    """A flag's integers, separated by commas."""
+    """Parse a flag's integers, separated by commas."""
     return [int(number) for number in text.split(",")]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that `settings` and `open_engine` read."""
+    """Add the flags that `settings` and `open_engine` read."""
     parser.add_argument("--model", type=Path, default=EngineConfig().model)
     parser.add_argument(
         "--shape",
@@ -57,19 +57,19 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_clock_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that `clock` reads."""
+    """Add the flag that `clock` reads."""
     parser.add_argument(
-        "--cpu-time", action="store_true", help="count the process's time, on a CPU that others use too"
+        "--cpu-time", action="store_true", help="count the process's CPU time, on a machine with other load"
     )
 
 
 def clock(flags: argparse.Namespace) -> Callable[[], float]:
-    """Seconds, of the wall or of this process's cores."""
+    """Return the clock in seconds: the wall's, or with --cpu-time this process's CPU time."""
     return time.process_time if flags.cpu_time else time.perf_counter
 
 
 def shape_config(name: str) -> ModelConfig:
-    """A released shape, or "tiny" for tests."""
+    """Return the config of a released shape, or of "tiny" for tests."""
     if name != "tiny":
         return model_config(name)
     return dataclasses.replace(
@@ -91,13 +91,13 @@ def shape_config(name: str) -> ModelConfig:
 
 
 def fill_same(parameters: Mapping[str, torch.Tensor]) -> None:
-    """The same random weights in every engine."""
+    """Fill every engine with the same random weights."""
     torch.manual_seed(0)
     fill_random(parameters)
 
 
 def settings(flags: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that the flags give."""
+    """Return the fields of EngineConfig that the flags set."""
     given = {"model": flags.model, "device": flags.device, "mtp_step": flags.mtp_step}
     given |= {"num_threads": flags.num_threads}
     if flags.graph_mode == "uncompiled":
@@ -112,9 +112,9 @@ def open_engine(
     folder: Path | None = None,
     **given: Any,
 ) -> AnyEngine:
-    """The engine of a checkpoint, or of a shape, where `given` is in the place of what the flags say.
+    """Return the engine of a checkpoint or of a shape; `given` replaces fields that the flags set.
 
-    An engine of a shape takes texts if there is a `folder` for a tokenizer of its vocabulary's size.
+    An engine of a shape takes texts only with a `folder`, which gets a tokenizer of its vocabulary's size.
     """
     config = EngineConfig(**(settings(flags) | given))
     if flags.shape is None:
@@ -128,17 +128,17 @@ def open_engine(
 
 
 def draw_prompts(rng: random.Random, prompts: int, length: int, vocab_size: int) -> list[list[int]]:
-    """So many prompts of random ids."""
+    """Return `prompts` prompts of `length` random ids each."""
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(prompts)]
 
 
 def in_turn(ways: Sequence[T], turn: int) -> list[T]:
-    """The ways in the order of a turn: no way always comes first."""
+    """Return the ways in the order of a turn; each turn begins with another way."""
     first = turn % len(ways)
     return [*ways[first:], *ways[:first]]
 
 
 def device_name(engine: Engine) -> str:
-    """The GPU's name, or cpu."""
+    """Return the GPU's name, or cpu."""
     device = engine.runner.spec.device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

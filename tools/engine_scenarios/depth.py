@@ -1,22 +1,22 @@
-"""Throughput of mtp_step "auto" over the best fixed depth and over none.
+"""Throughput of mtp_step "auto" over the best fixed depth and over depth 0.
 
     python tools/bench_engine.py depth --cpu-time --seconds 300               # the checkpoint that ships
     python tools/bench_engine.py depth --shape 4b --accept 1.1,2.6,3.3,change --batches 1,8,32     # a GPU
 
-Texts are code, prose and random ids, greedy. Each way, auto and the fixed depths, has an engine of its own,
-as its user would. The ways take turns of TURN_TOKENS tokens of the same text, so that a neighbour on the
-machine slows all of them down. Every block of --max-tokens is another text.
+Texts are code, prose and random ids, decoded greedily. Each way, auto or a fixed depth, has its own engine,
+as a user's would. The ways take turns of TURN_TOKENS tokens of the same text, so that other load on the
+machine slows all of them. Every block of --max-tokens is another text.
 
 --accept names synthetic acceptances instead, as mean tokens per round at depth 3, on one engine; "change"
-goes from 3.3 to 1.1 and back with every block. Every way decodes the same block from its start in turn, so
-that the same drafts are kept. A round of auto that verifies more than its drafts counts its drafts alone. On
-a GPU the first depth is compiled and the others are captured as they are, as in any engine; with --graph-mode
-uncompiled the first is too, so that every depth pays for it alike and the start takes seconds.
+goes from 3.3 to 1.1 and back with every block. The ways decode the same block from its start in turn, so that
+all keep the same drafts. If a round of auto verifies more than its own drafts, only its own drafts count. On
+a GPU the first depth is compiled and the others are captured uncompiled, as in any engine; with --graph-mode
+uncompiled the first is captured uncompiled too, so that the depths are alike and the start takes seconds.
 
-The first block does not count: auto learns in it. --seconds bounds the whole run, its start included: cases
-share what is left. A ratio is of all turns' seconds, with the interval that 95 % of resampled turns give.
-Before anything is timed the tokens of auto must be those of depth 0. The tool prints every record when it is
-made, and all of them in the last line; tools/plot.py draws them.
+The first block does not count, since auto learns in it. --seconds bounds the whole run with its start; the
+cases share the time after the start. A ratio compares the seconds of all turns; its interval holds 95 % of
+the ratios of resampled turns. Before timing, the tokens of auto are compared with those of depth 0. The tool
+prints every record as soon as it is complete, and all of them in the last line; tools/plot.py draws them.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ AUTO = "auto"
 TEXTS = ("code", "prose", "random ids")
 CHANGE_ACCEPTS = (3.3, 1.1)
 PROMPT_TOKENS, CHECKED_TOKENS = 48, 40
-# The tokens of a request in a turn of texts.
+# Tokens of a request in one turn of a text.
 TURN_TOKENS = 24
 RESAMPLED = 2000
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded: prompts by the number of the block, perhaps at rates of synthetic acceptance."""
+    """What is decoded: prompts by block number, and with --accept the rates of synthetic acceptance."""
 
     name: str
     batch: int
@@ -68,13 +68,13 @@ class Case:
 
 @dataclass
 class Turns:
-    """The tokens of every turn's text, and each way's seconds for it."""
+    """The number of tokens of every turn, and each way's seconds for them."""
 
     tokens: list[int]
     seconds: dict[str, list[float]]
 
     def ratio(self, way: str) -> dict[str, Any]:
-        """The throughput of auto over that of `way`."""
+        """Return the throughput of auto over that of `way`, with its interval."""
         pairs = list(zip(self.seconds[way], self.seconds[AUTO], strict=True))
         chance, found = random.Random(0), []
         for _ in range(RESAMPLED):
@@ -86,7 +86,7 @@ class Turns:
         return {"ratio": round(whole, 3), "interval_95": interval}
 
     def row(self, case: Case) -> dict[str, Any]:
-        """The record of a case."""
+        """Return the record of a case."""
         totals = {way: sum(seconds) for way, seconds in self.seconds.items()}
         best = min((way for way in totals if way != AUTO), key=totals.__getitem__)
         row = {
@@ -101,8 +101,10 @@ class Turns:
 
 
 class Bench:
-    """A runner with every depth of its config ready, and a scheduler whose depths come from the way that is
-    tried: the number of drafts, or AUTO."""
+    """A runner with every depth of its config ready, and a scheduler that takes its depths from `way`.
+
+    way: a number of drafts, or AUTO.
+    """
 
     def __init__(self, config: EngineConfig, shape: str | None, clock: Callable[[], float]) -> None:
         model = common.shape_config(shape) if shape is not None else read_model_config(config.model)
@@ -131,13 +133,13 @@ class Bench:
         self._rate: float | None = config.synthetic_acceptance
 
     def forget_what_was_learnt(self) -> None:
-        """Let auto begin anew."""
+        """Reset the policy of auto."""
         self.policy = DepthPolicy(self._depths, self._sizes, self.clock)
 
     def begin(
         self, way: str, prompts: Sequence[Sequence[int]], max_tokens: int, rate: float | None = None
     ) -> None:
-        """Replace the requests by new ones, prefilled; they must be left before they have max_tokens."""
+        """Replace the requests by new, prefilled ones; stop stepping before they reach max_tokens."""
         if rate != self._rate:
             self.runner.step.accept_at(rate)
             self._rate = rate
@@ -156,24 +158,24 @@ class Bench:
         self._drain()
 
     def advance(self, way: str, num_tokens: int) -> float:
-        """The seconds in which one way decodes so many tokens, with nothing left in flight.
+        """Return the seconds in which `way` decodes num_tokens tokens; leaves nothing in flight.
 
-        What the last round gives beyond them costs its part of the time.
+        The last round may give more tokens: the time is scaled down to num_tokens.
         """
         self.way, self._num_tokens, begin = way, 0, self.clock()
         while self._num_tokens < num_tokens:
             self._step()
         self._drain()
         seconds = self.clock() - begin
-        assert len(self.scheduler.running) == len(self.requests), "requests ended before they were to"
+        assert len(self.scheduler.running) == len(self.requests), "requests ended before the turn did"
         return seconds * num_tokens / self._num_tokens
 
     def token_ids(self) -> list[list[int]]:
-        """All tokens of each request so far."""
+        """Return all tokens of each request so far."""
         return [list(one.output_token_ids) for one in self.requests]
 
     def _step(self) -> None:
-        """One step as `Engine` makes it."""
+        """Run one step as `Engine` does."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.policy.launch(plan)
@@ -201,7 +203,7 @@ class Bench:
 
 
 def texts(text: str) -> list[str]:
-    """A flag's names of TEXTS, by commas."""
+    """Parse a flag's names of TEXTS, separated by commas."""
     names = text.split(",")
     if wrong := [name for name in names if name not in TEXTS]:
         raise argparse.ArgumentTypeError(f"must be of {', '.join(TEXTS)}, got {', '.join(wrong)}; correct it")
@@ -209,7 +211,7 @@ def texts(text: str) -> list[str]:
 
 
 def accepts(text: str) -> dict[str, tuple[float, ...]]:
-    """A flag's mean tokens per round, or "change", by commas: the rates of each, block by block."""
+    """Parse mean tokens per round, or "change", separated by commas; return the rates of each by block."""
     found = {}
     for name in text.split(","):
         try:
@@ -222,7 +224,7 @@ def accepts(text: str) -> dict[str, tuple[float, ...]]:
 
 
 def whole_turns(text: str) -> int:
-    """A flag's number of tokens that a turn does not exceed."""
+    """Parse a flag's number of tokens, at least those of one turn."""
     if (number := common.count(text)) < TURN_TOKENS:
         raise argparse.ArgumentTypeError(f"must be at least {TURN_TOKENS}, those of a turn, got {number}")
     return number
@@ -232,25 +234,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser)
     common.add_clock_flag(parser)
     parser.set_defaults(graph_mode="replay")
-    parser.add_argument("--texts", type=texts, default=TEXTS, help="which, by commas")
+    parser.add_argument("--texts", type=texts, default=TEXTS, help="names, separated by commas")
     parser.add_argument(
         "--first-text",
         type=int,
         default=0,
-        help="number of the first: runs side by side can have others each",
+        help="number of the first text, so that parallel runs can use different texts",
     )
     parser.add_argument(
-        "--accept", type=accepts, default={}, help="synthetic: mean tokens per round, or change, by commas"
+        "--accept",
+        type=accepts,
+        default={},
+        help="synthetic: mean tokens per round, or change, separated by commas",
     )
     parser.add_argument("--batches", type=common.numbers, default=[1])
     parser.add_argument("--depths", type=common.numbers, default=[0, 1, 2, 3, 5], help="what auto may choose")
     parser.add_argument(
         "--fixed",
         type=common.numbers,
-        help="depths to compare with, by commas; default: 0,3 for texts, else --depths",
+        help="depths to compare with, separated by commas; default: 0,3 for texts, else --depths",
     )
     parser.add_argument("--max-tokens", type=whole_turns, default=240, help="per request and block")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for the whole run, its start included")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for the whole run with its start")
 
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
@@ -273,7 +278,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_bench(mtp_step: int | str, flags: argparse.Namespace) -> Bench:
-    """The engine of one way, or of all of them."""
+    """Return the engine of one way, or of all ways."""
     batch, width = max(flags.batches), max(flags.depths) + 1
     # The earlier requests of a block decode while later ones are prefilled.
     max_model_len = 2 * flags.max_tokens + batch * width + PROMPT_TOKENS + 2 * width
@@ -283,7 +288,7 @@ def make_bench(mtp_step: int | str, flags: argparse.Namespace) -> Bench:
         "mtp_depths": ",".join(map(str, flags.depths)),
         "max_batch": batch,
         "max_model_len": max_model_len,
-        # No more than they need, for engines stand side by side.
+        # No more blocks than needed: several engines share the memory.
         "num_blocks": batch * (max_model_len // block_size + 2) + 1,
         "prefill_chunk": 64,
         "synthetic_acceptance": 0.0 if flags.accept else None,
@@ -309,7 +314,7 @@ def check(bench: Bench, case: Case, depths: Sequence[int]) -> None:
 
 
 def make_case(name: str, batch: int, flags: argparse.Namespace) -> Case:
-    """The case of a text or of a synthetic acceptance."""
+    """Return the case of a text or of a synthetic acceptance."""
     vocab_size = 1000 if flags.shape else read_model_config(flags.model).vocab_size
     if name in ("code", "prose"):
         file = ROOT / "compiled_mtp" / "engine.py" if name == "code" else ROOT / "docs" / "design.md"
@@ -332,12 +337,12 @@ def make_case(name: str, batch: int, flags: argparse.Namespace) -> Case:
 
 
 def time_case(benches: Mapping[str, Bench], case: Case, max_tokens: int, seconds: float) -> Turns:
-    """Every way decodes the same texts, by turns; no new text once the time would be over."""
+    """Let all ways decode the same texts in turns; start no text that would end after `seconds`."""
     turns = Turns([], {way: [] for way in benches})
-    # Where ways share an engine, a turn is a whole block: each begins it anew.
+    # Ways that share an engine take turns of whole blocks, since each way starts the block again.
     length = max_tokens if case.rates else TURN_TOKENS
     begin, block = time.perf_counter(), 0
-    # The first text is not timed: auto learns what the machine takes.
+    # The first text is not timed: auto learns the machine's times in it.
     while block < 2 or (time.perf_counter() - begin) * (block + 1) / block < seconds:
         rate = case.rates[block % len(case.rates)] if case.rates else None
         for turn in range(max_tokens // length):
@@ -356,7 +361,7 @@ def time_case(benches: Mapping[str, Bench], case: Case, max_tokens: int, seconds
 
 
 def what_auto_chose(bench: Bench) -> dict[str, Any]:
-    """The depths of the case so far, the block that does not count included."""
+    """Return the depths that auto chose in the case, its first block included."""
     counts, controller = bench.policy.rounds(), bench.policy.controller
     return {
         "rounds_by_depth": {depth: sum(why.values()) for depth, why in counts.items()},

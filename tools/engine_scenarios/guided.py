@@ -6,13 +6,13 @@
 
 One real engine, of a checkpoint or with random weights of a released shape. A shape has a synthetic tokenizer
 of its vocabulary's size, so that masks and the tokenizer's trie have the real sizes. Prompts end where JSON
-records begin. Blocks of all ways take turns; `over_plain` is of two blocks of the same turn. "records" is
-JSON of short fields, where nearly every draft of random weights is forbidden; "text" one long JSON string,
+records begin. Blocks of all ways take turns; `over_plain` compares two blocks of the same turn. "records" is
+JSON of short fields, where nearly every draft of random weights is forbidden; "text" is one long JSON string,
 where nearly none is, and all rows of a window have a mask. The draft is not masked: `new_tokens_per_round` of
 "records" over that of "plain" says how many drafts the grammar costs.
 
-Tokens are compared before anything is printed: those of a request must not depend on its company, the batch,
-the turn or log probabilities, and llguidance alone must take what a grammar has let through.
+Tokens are compared before anything is printed: a request's tokens must not depend on other requests, the
+batch, the turn or log probabilities, and llguidance alone must accept every guided stream.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RECORD: dict[str, Any] = {
     "additionalProperties": False,
 }
 NAMES = ("items", "value", "result", "index", "total", "count", "name", "path", "line", "data")
-# Neither ends before the measured rounds do.
+# Under neither schema may a text end before the measured rounds do.
 SCHEMAS: dict[str, dict[str, Any]] = {
     "records": {"type": "array", "items": RECORD, "minItems": 2000},
     "text": {
@@ -71,9 +71,10 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Way:
-    """`batch` requests, the first `count` of them with what EXTRAS calls `extra`.
+    """`batch` requests, the first `count` of them with the parameters EXTRAS[extra].
 
-    blocks: of every timed block the milliseconds of each round; num_tokens: of all requests in them.
+    blocks: for every timed block the milliseconds of each round. num_tokens: the tokens of all requests in
+    these blocks.
     """
 
     batch: int
@@ -87,12 +88,12 @@ class Way:
         return f"{self.count} {self.extra}" if self.count else "plain"
 
     def extra_of(self, index: int) -> str:
-        """What the request asks for."""
+        """Return the request's key in EXTRAS, "" for a plain request."""
         return self.extra if index < self.count else ""
 
 
 def make_prompt(number: int, size: int) -> str:
-    """A list of records, one per line, of at least `size` characters; then the beginning of another."""
+    """Return a list of records, one per line, of at least `size` characters, then the start of another."""
     rng, text = random.Random(number), "items = [\n"
     while len(text) < size:
         record = {
@@ -106,7 +107,7 @@ def make_prompt(number: int, size: int) -> str:
 
 
 class Bench:
-    """An engine, its requests, and every token that they have had."""
+    """An engine, its requests, and all tokens that they have got."""
 
     def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
         begin = time.perf_counter()
@@ -118,13 +119,13 @@ class Bench:
         assert tokenizer is not None
         texts = [make_prompt(number, 8 * flags.context) for number in range(max(flags.batch))]
         self.prompts = [tokenizer.encode(text)[-flags.context :] for text in texts]
-        # By request and what of its parameters decides them.
+        # Tokens by request and by the extra that may change them.
         self.streams: dict[tuple[int, str], list[int]] = {}
 
     def run_block(self, way: Way, rounds: int) -> list[float]:
-        """Decode until all of the way's requests have warmed up, and then for `rounds`; milliseconds of each.
+        """Decode until all of the way's requests are warm, then `rounds` rounds; return milliseconds of each.
 
-        Raises AssertionError for other tokens than before.
+        Raises AssertionError if a request's tokens differ from those of an earlier block.
         """
         engine, tokens = self.engine, self._add_requests(way)
         while self._round(tokens) < way.batch:
@@ -146,7 +147,7 @@ class Bench:
         return [1e3 * (after - before) for before, after in pairwise(times)]
 
     def _add_requests(self, way: Way) -> dict[str, list[int]]:
-        """The tokens of each, none yet, by its id."""
+        """Add the way's requests; return an empty list of tokens for each, by id."""
         tokens: dict[str, list[int]] = {}
         for index, prompt in enumerate(self.prompts[: way.batch]):
             extra = EXTRAS.get(way.extra_of(index), {})
@@ -157,7 +158,7 @@ class Bench:
         return tokens
 
     def _round(self, tokens: dict[str, list[int]]) -> int:
-        """Step until tokens come, of a round or a first one; how many requests have some."""
+        """Step until a round or a prefill gives tokens; return how many requests got some."""
         while not (outputs := self.engine.step()):
             pass
         for output in outputs:
@@ -174,7 +175,7 @@ class Bench:
         known += stream[both:]
 
     def check_grammars(self) -> None:
-        """Raise AssertionError unless llguidance takes every guided stream, token by token."""
+        """Raise AssertionError unless llguidance accepts every guided stream, token by token."""
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         other = LLTokenizer(
@@ -195,17 +196,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(graph_mode="replay")
     parser.add_argument("--batch", type=common.numbers, default=[1, 8], help="requests, separated by commas")
     parser.add_argument(
-        "--guided", type=common.numbers, default=[1, 8], help="how many of them are guided, by commas"
+        "--guided",
+        type=common.numbers,
+        default=[1, 8],
+        help="how many of them are guided, separated by commas",
     )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--context", type=int, default=256, help="prompt tokens")
-    parser.add_argument("--rounds", type=int, default=40, help="of a block")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of a block")
     parser.add_argument("--turns", type=int, default=5, help="blocks of each way")
 
 
 def open_engine(flags: argparse.Namespace, folder: Path) -> Engine:
-    """The engine with room for the rounds of a block."""
-    # While others are prefilled, a chunk at a time, the first request decodes a round for each.
+    """Return an engine with room for the rounds of a block."""
+    # The first request decodes a round for every chunk of the others' prefill.
     chunks = max(flags.batch) * -(-flags.context // PREFILL_CHUNK)
     rounds = 2 * chunks + WARM_UP_ROUNDS + flags.rounds + 16
     given: dict[str, Any] = {}
@@ -225,7 +229,7 @@ def open_engine(flags: argparse.Namespace, folder: Path) -> Engine:
 
 
 def make_ways(batches: Sequence[int], guided: Sequence[int]) -> list[Way]:
-    """For each batch a plain way first."""
+    """Return the ways; those of each batch begin with the plain one."""
     ways = []
     for batch in batches:
         ways.append(Way(batch))
@@ -237,7 +241,7 @@ def make_ways(batches: Sequence[int], guided: Sequence[int]) -> list[Way]:
 
 
 def measure(bench: Bench, ways: Sequence[Way], rounds: int, turns: int) -> list[dict[str, Any]]:
-    """Time every way; a row of the table each."""
+    """Time every way; return a row for each."""
     for way in ways:
         bench.run_block(way, rounds)
         way.num_tokens = 0
@@ -251,7 +255,7 @@ def measure(bench: Bench, ways: Sequence[Way], rounds: int, turns: int) -> list[
 
 
 def make_row(way: Way, plain: Way) -> dict[str, Any]:
-    """What was measured of a way."""
+    """Return the row of a way; `plain` is the plain way of its batch."""
     times = [one for block in way.blocks for one in block]
     pairs = zip(way.blocks, plain.blocks, strict=True)
     ratios = [statistics.median(block) / statistics.median(other) for block, other in pairs]
@@ -266,7 +270,7 @@ def make_row(way: Way, plain: Way) -> dict[str, Any]:
 
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
-    """Check, and time every way."""
+    """Check and time every way."""
     flags.batch.sort()
     ways = make_ways(flags.batch, flags.guided)
     with tempfile.TemporaryDirectory() as folder:

@@ -3,15 +3,15 @@
     python tools/bench_engine.py overhead --streams 16 --cores 0,1         # the checkpoint that ships, a CPU
     python tools/bench_engine.py overhead --shape 4b --streams 1,32 --device cuda  # random weights, a GPU
 
-One engine decodes by turns in two ways: "bare", add_request and Engine.step; "service", the same prompts as
+One engine decodes in two ways, in turns: "bare", add_request and Engine.step; "service", the same prompts as
 streams of /v1/completions from a server in this process, which a client in another process reads over
-sockets. Before anything is timed the tokens that the client reads must be those of the bare engine, and in
-each turn the texts; else the tool prints nothing.
+sockets. Before timing, the client must read the tokens of the bare engine, and in each turn the same texts;
+otherwise the tool prints nothing.
 
-Ratios are medians over turns of two blocks of the same turn. A time per round, or between the chunks of one
-stream, is taken while all of a block's requests decode, and over all turns. cpu_ratio is of the seconds that
-the cores gave this process for a block: with --cores and a CPU's engine, which never waits, it is what the
-throughput's would be if no other process used the core.
+Ratios are medians over turns, each of two blocks of the same turn. Times per round, and between the chunks of
+one stream, are taken while all of a block's requests decode, over all turns. cpu_ratio compares this process'
+CPU seconds per block: with --cores and an engine on a CPU, which never waits, it is the throughput ratio on
+cores that no other process uses.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ PREFILL_CHUNK, LEAST_ROUNDS = 64, 10
 
 @dataclass
 class Block:
-    """What one way gave: each request's tokens and text, the seconds in all and of this process's cores, and
-    the seconds of each round with all requests, or between the chunks of such rounds."""
+    """One way's results in one block.
+
+    tokens, texts: of each request. seconds, cpu_s: wall time, and CPU time of this process. rounds: seconds
+    of each round with all requests, or between the chunks of such rounds.
+    """
 
     tokens: list[list[int]]
     texts: list[str]
@@ -65,12 +68,12 @@ class SharedEngine(Engine):
     is_lent = False
 
     def has_unfinished_requests(self) -> bool:
-        """Whether the service has something to step."""
+        """Return whether the service has something to step."""
         return not self.is_lent and super().has_unfinished_requests()
 
 
 class Client:
-    """The other process."""
+    """The process that runs stream_client."""
 
     def __init__(self, port: int, core: int | None) -> None:
         self._port = port
@@ -92,7 +95,7 @@ class Client:
         return found
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -161,10 +164,10 @@ class Bench:
         )
 
     def check(self, streams: int) -> None:
-        """Raise AssertionError unless a client reads the bare engine's tokens; warms everything up, too."""
+        """Raise AssertionError unless the client reads the bare engine's tokens; also warms both ways up."""
         rate, step = self.engine.config.synthetic_acceptance, self.engine.runner.step
         if rate is not None:
-            # Which drafts it keeps follows from the slot, and so from who comes first.
+            # Synthetic acceptance depends on the slot, and so on the order in which requests arrive.
             step.accept_at(None)
         bare, service = self.bare(streams), self.service(streams, with_ids=True)
         if rate is not None:
@@ -173,7 +176,7 @@ class Bench:
         assert bare.texts == service.texts, "the service gives another text than the engine"
 
     def measure(self, streams: int, seconds: float) -> dict[str, Any]:
-        """Blocks of both ways by turns, at least one turn, and no new one once the time would be over."""
+        """Return the row of blocks in turns: at least one turn, and none that would end after `seconds`."""
         self.check(streams)
         is_exact = self.engine.config.synthetic_acceptance is None
         pairs = list[tuple[Block, Block]]()
@@ -205,7 +208,7 @@ class Bench:
 
 
 def _span(times: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """From when on, and until when, every request gains tokens."""
+    """Return the times from which and until which all requests gain tokens."""
     return max(one[0] for one in times), min(one[-1] for one in times)
 
 
@@ -214,7 +217,7 @@ def _gaps(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Return percentiles in milliseconds."""
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     return {f"p{percent}": round(1e3 * cuts[percent - 1], 3) for percent in (50, 90, 99)}
 
@@ -224,19 +227,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--streams", type=common.numbers, default=[16], help="requests at a time, separated by commas"
     )
-    parser.add_argument("--accept", type=float, default=2.6, help="of a shape: mean new tokens at mtp_step 3")
+    parser.add_argument(
+        "--accept", type=float, default=2.6, help="with --shape: mean new tokens at mtp_step 3"
+    )
     parser.add_argument("--context", type=int, default=64, help="prompt tokens")
     parser.add_argument(
-        "--max-tokens", type=int, help="of each request of a block; default: enough for 40 rounds of all"
+        "--max-tokens",
+        type=int,
+        help="tokens of each request in a block; default: enough for 40 rounds of all",
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="for the blocks of one --streams")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds for each number of streams")
     parser.add_argument(
         "--cores", type=common.numbers, help="SERVER,CLIENT: the two cores of the two processes, on Linux"
     )
 
 
 def open_engine(flags: argparse.Namespace, folder: Path) -> SharedEngine:
-    """The engine of a checkpoint, or of a shape, with the rates and lengths that the blocks need."""
+    """Return the engine of a checkpoint, or of a shape, with the rates and lengths that the blocks need."""
     given: dict[str, Any] = {}
     if flags.shape is not None:
         given["max_model_len"] = flags.context + flags.max_tokens
@@ -248,7 +255,7 @@ def open_engine(flags: argparse.Namespace, folder: Path) -> SharedEngine:
         max_batch=max(flags.streams),
         batch_sizes=tuple(flags.streams),
         prefill_chunk=PREFILL_CHUNK,
-        # What a block before has left must not make the next one faster.
+        # A block must not be faster because of the prompts of an earlier one.
         prefix_cache=False,
         **given,
     )
@@ -256,7 +263,7 @@ def open_engine(flags: argparse.Namespace, folder: Path) -> SharedEngine:
 
 @contextlib.contextmanager
 def serving(engine: Engine, model: Path) -> Iterator[int]:
-    """Serve the engine from a thread of its own; yields the port."""
+    """Serve the engine from its own thread; yield the port."""
     assert engine.tokenizer is not None
     config = ServerConfig(served_model_name="m", prompt_workers=1, drain_timeout_s=1.0)
     service = make_service(engine, engine.tokenizer, model, engine.runner.memory.max_model_len, config)
@@ -283,11 +290,11 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Start, check and time."""
     server_core, client_core = flags.cores or (None, None)
     if server_core is not None:
-        # Before threads are: they inherit it.
+        # Set before threads start, since they inherit it.
         os.sched_setaffinity(0, {server_core})
     flags.streams.sort()
     begin = time.perf_counter()
-    # The first decodes a round for every chunk of the others' prompts, of at most mtp_step + 1 tokens.
+    # Per chunk of the others' prompts the first request decodes a round, of at most mtp_step + 1 tokens.
     chunks = max(flags.streams) * -(-flags.context // PREFILL_CHUNK)
     flags.max_tokens = flags.max_tokens or (chunks + 40) * (flags.mtp_step + 1)
     with tempfile.TemporaryDirectory() as name:

@@ -1,15 +1,15 @@
-"""What the prefix cache gives to a prompt that comes again, and what it costs one that does not.
+"""How much time the prefix cache saves for a repeated prompt, and how much it costs a new one.
 
     python tools/bench_engine.py prefix --prompt-tokens 4000 --repeats 3
     python tools/bench_engine.py prefix --shape 27b --prompt-tokens 8192 --turn-tokens 512
 
-One engine takes the same random prompts with the cache and without, in turns: each prompt is new to both,
-then comes again, then goes on by a turn of new tokens. Without the cache a prompt has no keys, which is all
-that an engine without snapshots does otherwise. Tokens and rounds of the first must be the same with and
-without a hit, and so must those of the turn. The line has times to the first token (medians), how much sooner
-it comes for a prompt that comes again, and the median over prompts of the time with the cache to that without
-where nothing is found, for the first token and for the rest. A shape runs uncompiled unless --compile says
-otherwise: a prompt's time is that of its products.
+One engine decodes the same random prompts with and without the cache, in turns: each prompt is new, then
+repeated, then continued by a turn of new tokens. Without the cache a prompt has no keys, which is the only
+difference of an engine without the prefix cache. Tokens and rounds must be the same with and without a hit,
+for the prompt and for its continuation. The line has the medians of the times to the first token, how many
+times sooner it comes for a repeated prompt, and for new prompts the median ratio of the time with the cache
+to the time without, for the first token and for the tokens after it. A shape runs uncompiled unless --compile
+is given: products take most of a prompt's time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Timed(NamedTuple):
     rest_s: float
 
 
-# Whether each way of a prompt is with the cache, and whether the prompt goes on.
+# By way of decoding a prompt: whether the cache is used, and whether the prompt is continued.
 WAYS = {
     "new": (True, False),
     "without_cache": (False, False),
@@ -51,13 +51,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_clock_flag(parser)
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--turn-tokens", type=int, default=64, help="new tokens of the prompt that goes on")
+    parser.add_argument("--turn-tokens", type=int, default=64, help="new tokens that continue a prompt")
     parser.add_argument("--prefill-chunk", type=int, help="default: the engine's")
     parser.add_argument("--repeats", type=int, default=3, help="prompts")
 
 
 def decode(engine: Engine, prompt: list[int], params: SamplingParams, now: Callable[[], float]) -> Timed:
-    """Decode one request, alone."""
+    """Decode one request alone."""
     outputs: list[RequestOutput] = []
     begin = now()
     engine.add_request(prompt_token_ids=prompt, params=params)
@@ -78,9 +78,9 @@ def time_prompts(
     params: SamplingParams,
     now: Callable[[], float],
 ) -> dict[str, list[Timed]]:
-    """Every prompt in each of WAYS.
+    """Return the times of every prompt in each of WAYS.
 
-    Raises AssertionError where the cache decides tokens or rounds, or finds what it must not, or nothing.
+    Raises AssertionError if the cache changes tokens or rounds, has a hit where it must not, or misses one.
     """
     found: dict[str, list[Timed]] = {name: [] for name in WAYS}
     new, *later = WAYS

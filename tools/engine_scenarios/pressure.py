@@ -1,16 +1,17 @@
-"""Throughput where KV blocks are short, beside a pool that holds everything.
+"""Throughput with too few KV blocks, compared with a pool that holds everything.
 
     python tools/bench_engine.py pressure                                 # the checkpoint that ships
     python tools/bench_engine.py pressure --shape 4b --max-tokens 32768 --graph-mode uncompiled
 
-Many requests that ask for far more tokens than they use run on three pools, each with an engine of its own:
-one holds the worst case of all, one a quarter of it, and one half of what they really use. The tool aborts
-each request when it has --new-tokens, which no engine foresees: like a stop token it is known once a result
-has been read, when the next round has been launched. More than that are neither compared nor counted.
+Many requests that ask for far more tokens than they use run on three pools, each with its own engine: one
+holds the worst case of all, one a quarter of it, and one half of the tokens that they really use. The tool
+aborts each request when it has --new-tokens tokens. The engine cannot foresee this: as with a stop token, it
+learns of the end when it reads a result, after it has launched the next round. Further tokens are neither
+compared nor counted.
 
 Unless all requests get all of their tokens, and the same on every pool, the tool prints nothing. The line has
-for each pool tokens per second of the last of --repeats runs (the first takes host memory), the share of the
-full pool's, and how often requests were preempted to host memory (offloads) or to be computed again
+for each pool the tokens per second of the last of --repeats runs (the first allocates host memory), their
+ratio to the full pool's, and how often requests were preempted to host memory (offloads) or to be recomputed
 (recomputes).
 """
 
@@ -32,8 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_clock_flag(parser)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=3968, help="what each asks for")
-    parser.add_argument("--new-tokens", type=common.count, default=300, help="what each uses")
+    parser.add_argument("--max-tokens", type=int, default=3968, help="tokens that each request asks for")
+    parser.add_argument("--new-tokens", type=common.count, default=300, help="tokens that each request uses")
     parser.add_argument("--repeats", type=common.count, default=1, help="runs on each pool")
     parser.add_argument("--offload-gb", type=float)
 
@@ -65,13 +66,14 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         device = common.device_name(engine)
         engine.close()
         del engine
-        gc.collect()  # An engine's memory is the next one's.
+        # Free this engine's memory for the next one.
+        gc.collect()
     sizes = ("shape", "requests", "prompt_tokens", "max_tokens", "new_tokens", "mtp_step", "offload_gb")
     return {"device": device} | {name: getattr(flags, name) for name in (*sizes, "cpu_time")} | lines
 
 
 def decode(engine: Engine, flags: argparse.Namespace, seed: int) -> tuple[list[list[int]], dict[str, Any]]:
-    """Run the requests, with prompts that follow from `seed`, to their ends; their tokens, and what it took.
+    """Run the requests, with prompts drawn from `seed`, to their ends; return their tokens and the figures.
 
     Raises AssertionError if a request fails or ends too early.
     """

@@ -1,9 +1,9 @@
-"""The client of the scenario overhead: many streams of completions over sockets, in a process of its own.
+"""The client of the scenario overhead: many streams of completions over sockets, in its own process.
 
-Standard library alone, and nothing is parsed before the last byte has come: on a machine that it shares with
-the server it must cost little. Reads lines of {"port", "bodies"} from standard input; answers each with a
-line of {"seconds", "streams"}: of each stream its status, the times of its chunks by time.perf_counter(),
-their texts and their token ids.
+It must cost little on a machine that it shares with the server: it uses only the standard library, and parses
+nothing before the last byte has come. Reads lines of {"port", "bodies"} from standard input; answers each
+with a line of {"seconds", "streams"}: for each stream its status, the times of its chunks by
+time.perf_counter(), their texts and their token ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Received = tuple[bytes, list[int], list[float]]
 
 
 async def stream(port: int, body: dict[str, Any]) -> Received:
-    """What has come from one request: bytes, and when how many of them had come."""
+    """Send one request; return the received bytes, and after each read their number and the time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(body).encode()
     head = (
@@ -39,7 +39,7 @@ async def stream(port: int, body: dict[str, Any]) -> Received:
 
 
 def parse(received: bytes, ends: Sequence[int], times: Sequence[float]) -> dict[str, Any]:
-    """The stream's status and its chunks."""
+    """Return the stream's status and its chunks."""
     found: dict[str, Any] = {"status": int(received.split(b" ", 2)[1])}
     if found["status"] != 200:
         return found | {"error": received.decode(errors="replace")}

@@ -1,11 +1,10 @@
 """Calls of the operators: what `bench_op.py` measures, and what `kernel_table.py` compiles without a GPU.
 
-One module a folder of ops/, with the arguments of a call in `make_inputs`. `cases(shape, rows, settings)`
-gives what is measured, `launches(capability)` what a GPU of that compute capability is ever asked for: which
-kernel a call launches, and how, is recorded from the operator (record_launches.py).
-
-A module returns the OpCases of one operator at one model's shapes for `rows` rows in all. `settings` holds
-the integers given by --set NAME=VALUE (query_len, keys, ...); a module reads those it knows with a default.
+One module per folder of ops/; its `make_inputs` makes the arguments of a call. `launches(capability)` returns
+the calls that a GPU of that compute capability may get; record_launches.py records the kernels that they
+launch. `cases(shape, rows, settings)` returns the calls to measure: the OpCases of one operator at one
+model's shapes for `rows` rows in all. `settings` holds the integers given by --set NAME=VALUE (query_len,
+keys, ...); a module reads those it knows, with a default.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 INT16, INT32, INT64 = torch.int16, torch.int32, torch.int64
 FP8_CAPABILITY = 89  # ops.fp8.converts_fp8
-# Of the launches: one request's window, a prompt's chunk, a few slots.
+# Sizes of the launches: one request's window, a prompt chunk, a few slots.
 WINDOW = ROWS = 4
 PREFILL_ROWS = 2048
 SLOTS = 9
@@ -30,7 +29,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions of one published checkpoint that the operators' cases are made from."""
+    """The dimensions of one published checkpoint, from which the operators' cases are made."""
 
     name: str
     hidden: int
@@ -65,9 +64,10 @@ class OpCase:
 
     label: what is measured, without the shape and the rows. make_inputs(device, seed): the arguments of one
     call, random and new for every seed; the benchmark rotates through several so that they do not stay in L2.
-    call, alternative: take those arguments; the alternative is the obvious other way (cuBLAS, SDPA, the
-    reference). bytes_moved: each input and output once. check(arguments): raises AssertionError unless the
-    operator is right on them; it compares with the reference or with float64, at the operator's tolerance.
+    call, alternative: functions of those arguments; the alternative is the obvious other implementation
+    (cuBLAS, SDPA, the reference). bytes_moved: each input and output once. check(arguments): raises
+    AssertionError unless the operator is right on them, compared with the reference or with float64 at the
+    operator's tolerance.
     """
 
     label: str
@@ -83,8 +83,8 @@ class OpCase:
 class LaunchCase:
     """One call. label: unique in its folder, and stable, since the recorded table is keyed by it.
 
-    call(device): makes the arguments there and calls the operator. min_capability: of the GPUs that are ever
-    asked for it (major * 10 + minor).
+    call(device): makes the arguments on `device` and calls the operator. min_capability: the least compute
+    capability (major * 10 + minor) of a GPU that may get the call.
     """
 
     label: str
@@ -93,7 +93,7 @@ class LaunchCase:
 
 
 def launch_cases(operator: str, capability: int) -> list[LaunchCase]:
-    """The calls of one folder of ops/ that a GPU of that capability is asked for."""
+    """Return the calls of one folder of ops/ that a GPU of that capability may get."""
     found: Iterator[LaunchCase] = importlib.import_module(f"op_cases.{operator}").launches(capability)
     return [case for case in found if capability >= case.min_capability]
 
@@ -101,7 +101,7 @@ def launch_cases(operator: str, capability: int) -> list[LaunchCase]:
 def launch(
     label: str, operator: Callable[..., object], make_inputs: Callable[..., Any], dtype: torch.dtype = BF16
 ) -> LaunchCase:
-    """The operator on `make_inputs(device, None)`, for GPUs that convert FP8 if `dtype` is it."""
+    """Return the call on `make_inputs(device, None)`; with an FP8 `dtype` only for GPUs that convert FP8."""
 
     def call(device: torch.device) -> object:
         return operator(*make_inputs(device, None))
@@ -110,7 +110,7 @@ def launch(
 
 
 class Source:
-    """Random inputs on a device; no seed: of a recorded launch, on whose faked GPU no tensor has data."""
+    """Random inputs on a device; seed None: for a recorded launch, whose tensors have no data."""
 
     def __init__(self, device: str | torch.device, seed: int | None) -> None:
         self.device = device
@@ -127,9 +127,9 @@ class Source:
 
 
 def check_reference(operator: Any, args: tuple[Any, ...], most: float) -> None:
-    """Raise AssertionError unless results and mutated arguments are the specification's.
+    """Raise AssertionError unless results and mutated arguments match the reference's.
 
-    most: the relative error of each tensor. `args` stay as they are.
+    most: the largest relative error of a tensor. Does not mutate `args`.
     """
     sides = []
     for function in (operator, operator.reference):
@@ -143,7 +143,7 @@ def check_reference(operator: Any, args: tuple[Any, ...], most: float) -> None:
 
 
 def tensor(device: torch.device, *shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    """Of a launch that is recorded."""
+    """Return an uninitialised tensor for a recorded launch."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -46,7 +46,7 @@ def make_inputs(
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """One case; the bytes are those of inputs, output and state, not of what passes between the launches."""
+    """Return one case; bytes count inputs, output and state, not what passes between the launches."""
     heads, dim = shape.linear_value_heads, shape.linear_head_dim
     vectors = rows * dim * (2 * shape.linear_key_heads * 4 + heads * (4 + 2 + 2))
     return [

@@ -1,4 +1,4 @@
-"""Cases of `gdn_verify`: from the convolution's outputs to the input of out_proj, one window a request."""
+"""Cases of `gdn_verify`: from the convolution's outputs to the input of out_proj, one window per request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_RELATIVE_ERROR = 3e-3
 
 
 def gate(source: Source, shape: ModelShape, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """The columns z of a layer's projection q|k|v|z|b|a."""
+    """Return the columns z of a layer's projection q|k|v|z|b|a."""
     nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim
     first = 2 * nk * dim + nv * dim
     return source.normal(rows, first + nv * dim + 2 * nv).to(dtype)[:, first : first + nv * dim]
@@ -43,7 +43,7 @@ def make_inputs(
     dtype: torch.dtype = BF16,
     ring: int | None = None,
 ) -> Any:
-    """Arguments of one call in which every request folds `accepted` records of the window before."""
+    """Return arguments with which every request folds `accepted` ring entries of its last window."""
     source = Source(device, seed)
     normal, uniform = source.normal, source.uniform
     nk, nv, dim = shape.linear_key_heads, shape.linear_value_heads, shape.linear_head_dim

@@ -1,5 +1,7 @@
-"""Cases of `linear`, `linear_silu_mul` and `linear_partials`: every projection of a decode step, and the
-output head; with --set prefill=1 those of a prompt's rows."""
+"""Cases of `linear`, `linear_silu_mul` and `linear_partials`: all projections of a decode step and the head.
+
+With --set prefill=1 the projections of a prompt's rows.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,16 @@ from op_cases import (
     tensor,
 )
 
-# The products whose sums a norm adds up, and the one whose halves are multiplied.
+# The products whose split-K partials a norm adds up, and the one whose gate and up halves are multiplied.
 BEFORE_NORM = ("gdn_out", "o", "down")
 GATE_UP = "gate|up"
 HEAD_ROWS = SHAPES["27b"].vocab
 
 
 def projections(shape: ModelShape, fp8: bool = False) -> dict[str, tuple[int, int]]:
-    """Rows and columns of each merged weight, or of those that an FP8 release stores in FP8.
+    """Return (N, K) of each merged weight, or with `fp8` of those that an FP8 release stores in FP8.
 
-    There b|a is bfloat16, and a product of its own.
+    In an FP8 release b|a is a product of its own, in bfloat16.
     """
     key = shape.linear_key_heads * shape.linear_head_dim
     value = shape.linear_value_heads * shape.linear_head_dim
@@ -74,10 +76,11 @@ def multiply(
     scale: torch.Tensor | None = None,
     prefill: bool = False,
 ) -> torch.Tensor:
-    """The operator of a kind: linear ("product", or "logits" in float32), linear_silu_mul ("gated"),
-    linear_partials ("partsN", "parts" for as many as is fastest) or linear_side ("side").
+    """Call the operator of a kind.
 
-    whole: N and K of the weight, where it is a piece.
+    kind: "product" (linear), "logits" (linear in float32), "gated" (linear_silu_mul), "partsN"
+    (linear_partials with N partials; "parts" for the fastest number) or "side" (linear_side). whole: N and K
+    of the whole weight, if `weight` is a shard of it.
     """
     if kind == "gated":
         return linear_silu_mul(x, weight, scale, *whole, resident)
@@ -96,7 +99,7 @@ def call(
     name: str = "",
     is_prefill: bool = False,
 ) -> torch.Tensor:
-    """The product as a layer has it: gate|up with what follows, those before a norm in parts."""
+    """Run the product as a layer does: gate|up with silu_mul, products before a norm as split-K partials."""
     kind = "parts" if name in BEFORE_NORM else "gated" if name == GATE_UP else "product"
     kind = "product" if is_prefill else kind
     return multiply(x, weight, kind, scale=weight_scale, prefill=is_prefill)
@@ -126,7 +129,7 @@ def make_inputs(
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """Each projection with bf16 weights, then with FP8 weights unless --set fp8=0 (the head stays bf16)."""
+    """Return the projections in bf16, then unless --set fp8=0 those that an FP8 release stores in FP8."""
     is_prefill = bool(settings.get("prefill", 0))
     result = []
     for fp8 in (False, True) if settings.get("fp8", 1) else (False,):
@@ -158,7 +161,10 @@ def product(
     whole: tuple[int, int] = (0, 0),
     resident: bool = False,
 ) -> None:
-    """`multiply` of tensors without data. gap: numbers between two rows; with 1 they have no descriptor."""
+    """Call `multiply` on tensors without data.
+
+    gap: elements between two rows; with 1 the rows have no tensor descriptor.
+    """
     x = tensor(device, rows, k + gap, dtype=FP32 if dtype == FP32 else BF16)[:, :k]
     weight = tensor(device, n, k, dtype=dtype)
     scale = tensor(device, -(-n // 128), -(-k // 128)) if dtype == FP8 else None
@@ -166,7 +172,7 @@ def product(
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:
-    """Each kind of product at each height of a tile, then each measured weight of this GPU."""
+    """Yield each kind of product at each tile height, then each measured weight of this GPU."""
     for n, k, dtype in (
         (34816, 5120, BF16),
         (5120, 6144, BF16),
@@ -197,15 +203,15 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         for rows in (40, 512, 2048):
             call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind="product", prefill=True)
             yield LaunchCase(f"prefill-{n}x{k}-{rows}", call)
-    # The router's: its rows lie at no multiple of 16 bytes.
+    # The router's rows do not start at multiples of 16 bytes.
     router = functools.partial(product, rows=512, n=257, k=2048, dtype=BF16, kind="logits", prefill=True)
     yield LaunchCase("prefill-logits-257x2048", router)
     # b|a of 27B's FP8 release, and of a model in float32.
     for rows, dtype in ((4, BF16), (128, BF16), (4, FP32)):
         call = functools.partial(product, rows=rows, n=96, k=5120, dtype=dtype, kind="side")
         yield LaunchCase(f"side-96x5120-{dtype_label(dtype)}-{rows}", call)
-    yield from tall_cases()
-    yield from held_cases()
+    yield from large_m_cases()
+    yield from resident_cases()
     for entry in read_table().get(f"sm_{capability}", {}):
         size, dtype_text = entry.split()
         n, k = map(int, size.split("x"))
@@ -216,8 +222,8 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         yield LaunchCase(f"{kind}-{size}-{dtype_text}", call, FP8_CAPABILITY if dtype == FP8 else 80)
 
 
-def tall_cases() -> Iterator[LaunchCase]:
-    """Each measured product of many rows at each height of a tile, the head, and pieces of weights."""
+def large_m_cases() -> Iterator[LaunchCase]:
+    """Yield each measured large-M product at each tile height, the head, and weight shards."""
     products: dict[str, tuple[int, ...]] = dict.fromkeys(read_large_m_table(), (20, 100, 200))
     more = (f"{HEAD_ROWS}x5120 logits", "5120x2176 parts1", "4352x5120 gated")
     products |= dict.fromkeys(more, (20, 100))
@@ -230,8 +236,8 @@ def tall_cases() -> Iterator[LaunchCase]:
             yield LaunchCase(f"large-m-{size}-{kind}-{rows}", call)
 
 
-def held_cases() -> Iterator[LaunchCase]:
-    """Each product whose weight is resident, at both heights of a tile."""
+def resident_cases() -> Iterator[LaunchCase]:
+    """Yield each product whose weight is resident, at both tile heights."""
     for name in read_resident_table():
         size, kind = name.split()
         n, k = map(int, size.split("x"))

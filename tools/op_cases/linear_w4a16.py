@@ -1,5 +1,8 @@
-"""Cases of `linear_w4a16`, `linear_w4a16_silu_mul` and `linear_w4a16_partials`: the products that a four-bit
-checkpoint stores as codes; --set group=32 or 64 for smaller groups, prefill=1 for a prompt's rows."""
+"""Cases of `linear_w4a16`, `linear_w4a16_silu_mul` and `linear_w4a16_partials`.
+
+The products whose weights a four-bit checkpoint stores as codes; --set group=32 or 64 for smaller groups,
+--set prefill=1 for a prompt's rows.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def check(args: tuple[torch.Tensor, ...], kind: str, prefill: bool) -> None:
 
 
 def cublas(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In bfloat16, four times the bytes."""
+    """Run the product in bfloat16, which reads four times the bytes."""
     return x @ _values(weight, scale).T
 
 
@@ -65,7 +68,7 @@ def _values(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """One a weight; partials for the norm that follows where there is one."""
+    """Return one case per weight, with partials if a norm follows the product."""
     group, prefill = settings.get("group", 128), bool(settings.get("prefill", 0))
     result = []
     for name, (n, k) in projections(shape, True).items():
@@ -87,7 +90,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
 def w4a16_product(
     device: torch.device, rows: int, n: int, k: int, kind: str, group: int = 128, prefill: bool = False
 ) -> None:
-    """A product of made-up tensors."""
+    """Call a product on tensors without data."""
     x = tensor(device, rows, k, dtype=BF16)
     weight, scale = (
         tensor(device, n, k // 4, dtype=INT16),
@@ -102,7 +105,7 @@ def w4a16_product(
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:
-    """Each height of a tile, whole, gated and in each number of partials; each size of groups."""
+    """Yield each tile height whole, gated and with each number of partials, and each group size."""
     for rows in (4, 20, 100):
         for n, k, kinds in (
             (34816, 5120, ("product", "gated")),

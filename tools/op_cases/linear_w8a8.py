@@ -14,7 +14,7 @@ from op_cases import FP8, LaunchCase, ModelShape, OpCase, tensor
 from op_cases.linear import BEFORE_NORM, projections, relative_error
 from op_cases.linear import make_inputs as make_weights
 
-# What FP8 products add up inside is imprecise: as much again as the rounding.
+# FP8 tensor cores add imprecisely: as large an error again as the rounding's.
 MAX_RELATIVE_ERROR = 6e-3
 
 
@@ -42,13 +42,13 @@ def check(args: tuple[torch.Tensor, ...], is_before_norm: bool) -> None:
 
 
 def cublas(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """One factor for each matrix: less work than ours, and as many bytes."""
+    """Run cuBLAS with one factor per matrix: less work than our operator, and as many bytes."""
     one = scale.new_ones(())
     return torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16)
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """One a weight; parts for the norm that follows where there is one."""
+    """Return one case per weight, with partials if a norm follows the product."""
     result = []
     for name, (n, k) in projections(shape, True).items():
         is_before_norm = name in BEFORE_NORM
@@ -67,7 +67,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
 
 
 def w8a8_product(device: torch.device, rows: int, n: int, k: int, count: int, gap: int = 0) -> None:
-    """linear_w8a8 ("count" 0) or linear_w8a8_partials in that many parts; gap: bytes between two rows."""
+    """Call linear_w8a8 (count 0) or linear_w8a8_partials with `count` partials; gap: bytes between rows."""
     x, weight = tensor(device, rows, k + gap, dtype=FP8)[:, :k], tensor(device, n, k, dtype=FP8)
     scales = tensor(device, rows, k // 128), tensor(device, -(-n // 128), k // 128)
     if count:
@@ -77,7 +77,7 @@ def w8a8_product(device: torch.device, rows: int, n: int, k: int, count: int, ga
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:
-    """Each height of a tile, whole and in each number of parts."""
+    """Yield each tile height, whole and with each number of partials."""
     for rows in (4, 20, 50, 100):
         for n, k, counts in ((34816, 5120, (0,)), (5120, 17408, (1, 2, 4, 8))):
             for count in counts:
@@ -94,7 +94,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         for count in counts:
             call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)
             yield LaunchCase(f"large-m-{n}x{k}-{rows}" + f"-parts{count}" * (count > 0), call, 90)
-    # Rows at no multiple of 16 bytes.
+    # Rows that do not start at multiples of 16 bytes.
     for rows in (20, 50, 100):
         for count in (0, 1, 4):
             call = functools.partial(w8a8_product, rows=rows, n=5120, k=17408, count=count, gap=8)

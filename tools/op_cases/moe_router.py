@@ -15,12 +15,12 @@ def make_inputs(device: Any, seed: int | None, rows: int, experts: int, top_k: i
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """The router of one block."""
+    """Return the router of one block."""
     if not shape.experts:
         raise ValueError(f"shape must be a mixture of experts, got {shape.name}; try 35b-a3b")
     make = functools.partial(make_inputs, rows=rows, experts=shape.experts, top_k=shape.top_k)
     moved = rows * (4 * (shape.experts + 1) + 8 * (shape.top_k + 1))
-    # Another expert is an error of 1e-4 at the least.
+    # A wrong expert is an error of at least 1e-4.
     check = functools.partial(check_reference, moe_router, most=1e-5)
     return [OpCase("router", make, moe_router, moved, check)]
 

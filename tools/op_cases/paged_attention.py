@@ -1,4 +1,4 @@
-"""Cases of `paged_attention`: verify windows and prefill chunks, beside SDPA on gathered keys and values."""
+"""Cases of `paged_attention`: verify windows and prompt chunks, against SDPA on gathered keys and values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_inputs(
     keys: int,
     cache: torch.dtype,
 ) -> tuple[Any, ...]:
-    """Arguments of the operator, then the same keys and values [B, hkv, keys, hd] for SDPA."""
+    """Return the operator's arguments, then the same keys and values [B, hkv, keys, hd] for SDPA."""
     source = Source(device, seed)
     normal = functools.partial(source.normal, dtype=FP32 if cache == FP32 else BF16)
     hd, blocks = shape.head_dim, -(-keys // BLOCK_SIZE)
@@ -74,7 +74,7 @@ def sdpa(*args: Any) -> torch.Tensor:
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """rows / query_len requests of `keys` keys each; query_len above 8 is a prefill chunk."""
+    """Return cases of rows / query_len requests of `keys` keys each; query_len above 8 is a prompt chunk."""
     query_len = settings.get("query_len", min(rows, 4))
     keys = settings.get("keys", 4096)
     requests = max(1, rows // query_len)
@@ -105,7 +105,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
                 continue
             for name, window, requests in (
                 ("verify", WINDOW, 1),
-                # So many that a program may have a group of splits.
+                # So many requests that a program may have a group of splits.
                 ("grouped-verify", WINDOW, 32),
                 ("prefill", PREFILL_ROWS, 1),
                 ("short-prefill", 128, 1),

@@ -55,7 +55,7 @@ def make_inputs(
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """All heads of `rows` rows."""
+    """Return cases with all heads of `rows` rows."""
     hq, hkv, hd = shape.query_heads, shape.kv_heads, shape.head_dim
     read = 2 * rows * (hq + 2 * hkv) * hd + 4 * rows * 64
 

@@ -12,19 +12,19 @@ from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from op_cases import BF16, FP8, ROWS, LaunchCase, ModelShape, OpCase, Source, check_reference, launch
 
-# Values near the middle of two steps of e4m3 may take either.
+# Values halfway between two e4m3 steps may round either way.
 MAX_QUANTISED_ERROR = 1e-2
 
 
 def make_rows(
     device: Any, seed: int | None, rows: int, width: int, dtype: torch.dtype = BF16
 ) -> tuple[torch.Tensor, ...]:
-    """Random rows alone."""
+    """Return random rows as the only argument."""
     return (Source(device, seed).normal(rows, width, dtype=dtype),)
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """Rows as wide as the inputs of GDN's and of attention's output projection."""
+    """Return rows as wide as the inputs of GDN's and of attention's output projection."""
     widths = (shape.linear_value_heads * shape.linear_head_dim, shape.query_heads * shape.head_dim)
 
     def case(width: int) -> OpCase:

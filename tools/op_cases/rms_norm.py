@@ -47,27 +47,27 @@ def torch_pair(
 def make_inputs(
     device: Any, seed: int | None, rows: int, width: int, partials: int = 0, dtype: torch.dtype = BF16
 ) -> tuple[Any, ...]:
-    """Rows, or float32 parts of them, a residual and the norm's weight."""
+    """Return rows, or float32 partials of them, a residual and the norm's weight."""
     random = Source(device, seed).normal
     x = random(partials, rows, width) if partials else random(rows, width, dtype=dtype)
     return x, random(rows, width, dtype=dtype), random(width, dtype=dtype), EPS
 
 
 def make_alone(device: Any, seed: int | None, **given: Any) -> tuple[Any, ...]:
-    """Rows and the norm's weight."""
+    """Return rows and the norm's weight."""
     x, _, *rest = make_inputs(device, seed, **given)
     return x, *rest
 
 
-def make_kept(device: Any, seed: int | None, **given: Any) -> tuple[Any, ...]:
-    """Of some rows."""
+def make_kept_rows(device: Any, seed: int | None, **given: Any) -> tuple[Any, ...]:
+    """Return the arguments of a norm of one chosen row."""
     return *make_inputs(device, seed, **given), tensor(device, 1, dtype=INT64)
 
 
 def make_pair(
     device: Any, seed: int | None, rows: int, width: int, table_rows: int = 4096, dtype: torch.dtype = BF16
 ) -> tuple[Any, ...]:
-    """A table of embeddings, ids, hidden rows and two norms' weights."""
+    """Return a table of embeddings, ids, hidden rows and two norms' weights."""
     hidden, weight, eps = make_alone(device, seed, rows=rows, width=width, dtype=dtype)
     source = Source(device, seed)
     table = source.normal(table_rows, width, dtype=dtype)
@@ -76,8 +76,10 @@ def make_pair(
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """The norm of a hidden row, alone, with the residual (in --set parts=N parts, 2 by rule), quantised, and
-    beside that of an embedding."""
+    """Return the norms of hidden rows: alone, with the residual, quantised, and paired with an embedding's.
+
+    --set parts=N: the number of partials, 2 by default.
+    """
     width, partials = shape.hidden, settings.get("parts", 2)
     row, weight, quantised = 2 * rows * width, 2 * width, rows * (width + 4 * width // FP8_BLOCK)
     of_partials = functools.partial(make_inputs, partials=partials)
@@ -116,7 +118,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             "alone": (rms_norm, make_alone),
             "add": (add_rms_norm, make_inputs),
             "add-parts": (add_rms_norm, functools.partial(make_inputs, partials=4)),
-            "add-kept-parts": (add_rms_norm, functools.partial(make_kept, partials=4)),
+            "add-kept-parts": (add_rms_norm, functools.partial(make_kept_rows, partials=4)),
             "pair": (pair_norm, make_pair),
         }
         for kind, (call, make) in kinds.items():

@@ -25,9 +25,9 @@ SETTINGS: dict[str, dict[str, float]] = {
 def make_inputs(
     device: Any, seed: int | None, vocab: int, rows: int, parameters: dict[str, float], drafts: int = 0
 ) -> tuple[Any, ...]:
-    """Logits as a language model gives them: a flat bulk and a peaked head of a few hundred ids.
+    """Return arguments with logits like a language model's: a flat bulk and a peak of a few hundred ids.
 
-    Of rows / (1 + drafts) requests.
+    The rows belong to rows / (1 + drafts) requests.
     """
     source = Source(device, seed)
     logits = source.normal(rows, vocab) * 2
@@ -73,7 +73,7 @@ def check(args: tuple[Any, ...]) -> None:
     rows = (logits.cpu(), drafts.cpu(), positions.cpu(), state_index.cpu())
     wanted, wanted_outcome = sample(*rows, on_cpu, *rest)
     assert torch.equal(outcome.cpu(), wanted_outcome)
-    # A noise that differs in its last bit decides between two ids whose scores are as good as equal.
+    # Noise that differs in its last bit may decide between two ids with nearly equal scores.
     different = int((token.cpu() != wanted).sum())
     assert different <= len(token) // 1000, f"{different} of {len(token)} tokens differ from the reference"
 
@@ -93,7 +93,7 @@ ALTERNATIVES = {"greedy": torch_greedy, "T=1": torch_multinomial}
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """One case for each kind of request; bytes count the logits once."""
+    """Return one case for each kind of request; bytes count the logits once."""
     result = []
     for label, parameters in SETTINGS.items():
 
@@ -107,13 +107,13 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
 
 
 def make_masked(device: Any, seed: int | None, vocab: int) -> tuple[Any, ...]:
-    """One request's window, with masks."""
+    """Return the arguments of one request's window with masks."""
     *given, _ = make_inputs(device, seed, vocab, ROWS, {}, WINDOW - 1)
     return *given, tensor(device, ROWS, -(-vocab // 32), dtype=INT32)
 
 
 def make_cut(device: Any, seed: int | None, vocab: int) -> tuple[Any, ...]:
-    """A draft, from a head of some rows of the vocabulary."""
+    """Return the arguments of a draft from a head with some of the vocabulary's rows."""
     _, _, positions, state_index, *rest, _, _ = make_inputs(device, seed, vocab, 1, {})
     drafted, ids = (tensor(device, *size, dtype=torch.int64) for size in ((1, 3), (32768,)))
     return tensor(device, 1, 32768), drafted, positions, state_index, *rest, ids, None

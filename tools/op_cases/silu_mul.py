@@ -30,7 +30,7 @@ def alternative(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """Rounded, and quantised too; none for a model without a dense MLP."""
+    """Return a rounded and a quantised case, none for a model without a dense MLP."""
     width = shape.intermediate
     if not width:
         return []

@@ -49,7 +49,7 @@ def make_inputs(
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """One case; --set query_len=W (4), or --set prefill=1 for `rows` rows of one prompt."""
+    """Return one case; --set query_len=W (4), or --set prefill=1 for `rows` rows of one prompt."""
     prefill = bool(settings.get("prefill", 0))
     query_len = rows if prefill else settings.get("query_len", 4)
     if rows % query_len:

@@ -13,18 +13,18 @@ from op_cases import BLOCK_SIZE, INT32, INT64, MAX_BLOCKS, SHAPES, SLOTS, WINDOW
 
 
 def window(device: torch.device) -> None:
-    """Reads the rows of one request and accepts them."""
+    """Read the rows of one request and accept them."""
     empty = functools.partial(tensor, device, dtype=INT64)
     index = empty(1, dtype=INT32)
     cursors = Cursors(empty(SLOTS), empty(SLOTS), empty(SLOTS))
-    place = (WINDOW - 1, BLOCK_SIZE, MAX_BLOCKS * BLOCK_SIZE)
-    read_window(index, cursors, empty(SLOTS, WINDOW - 1), empty(SLOTS, MAX_BLOCKS, dtype=INT32), *place)
+    sizes = (WINDOW - 1, BLOCK_SIZE, MAX_BLOCKS * BLOCK_SIZE)
+    read_window(index, cursors, empty(SLOTS, WINDOW - 1), empty(SLOTS, MAX_BLOCKS, dtype=INT32), *sizes)
     table = empty(1, MAX_BLOCKS, dtype=INT32)
     outcome = torch.empty(WINDOW, dtype=torch.uint8, device=device)
     counts = empty(SLOTS, SHAPES["27b"].vocab, dtype=INT32)
     history = History(empty(SLOTS, dtype=INT32), counts, empty(SLOTS, RECENT_IDS))
     rows = (empty(WINDOW), empty(WINDOW), outcome, index, empty(1), table)
-    accept_window(*rows, cursors, history, *place)
+    accept_window(*rows, cursors, history, *sizes)
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:

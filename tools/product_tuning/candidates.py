@@ -1,4 +1,4 @@
-"""Which products, and which ways to run them, a kind of tuning tries."""
+"""The products that each kind of tuning tries, and the ways to run them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from op_cases.linear import projections
 from compiled_mtp.ops.k_splits import count_k_splits, part_counts
 from compiled_mtp.ops.linear.config import LinearConfig, with_k_splits
 from compiled_mtp.ops.linear.large_m_config import LargeMTile
-from compiled_mtp.ops.linear.large_m_config import ranked_tiles as ranked_tall
+from compiled_mtp.ops.linear.large_m_config import ranked_tiles as ranked_large_m
 from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration
 from compiled_mtp.ops.linear_w8a8.large_m_config import choose_tile, row_class
 from compiled_mtp.ops.linear_w8a8.large_m_config import ranked_tiles as ranked_w8a8
@@ -21,7 +21,7 @@ from product_tuning.ways import Product, Way
 
 SHARED_BYTES = 227 * 1024
 NOT_TIMED = ("router", "mtp_fc")
-# Tiles of many rows that are tried for each number of parts, and in FP8 of programs on a processor.
+# How many large-M tiles are tried per number of partials; in FP8, per number of programs on a processor.
 KEPT, KEPT_W8A8 = 3, 2
 FIRST_PREFETCH = 512
 
@@ -60,8 +60,8 @@ FP8_TILES = [
     *[(128, 128, 1, w, s) for w in (4, 8) for s in (3, 4)],
     *[(128, 128, 2, 4, s) for s in (2, 3)],
 ]
-# Of FP8 products with the weight as left operand (block_m, block_n, warps, stages), by the most rows they
-# are meant for.
+# Tiles of FP8 products with the weight as left operand (block_m, block_n, warps, stages), by the most rows
+# for which they are meant.
 LEFT_TILES = {
     16: [(16, 128, 4, 3), (16, 128, 4, 4), (16, 128, 4, 6), (16, 128, 4, 8), (16, 64, 4, 6), (16, 64, 4, 8)],
     32: [(32, 128, 4, 3), (32, 128, 4, 4), (32, 128, 4, 6), (32, 64, 4, 6), (32, 64, 4, 8)],
@@ -70,14 +70,14 @@ LEFT_TILES = {
         *[(128, 128, 8, 3), (128, 128, 8, 4)],
     ],
 }
-# A thread of these has no room for sums that wait.
-ONE_SHARE = 64
+# With so many sums per thread, registers cannot also hold the sums of a program's earlier K splits.
+MOST_SUMS = 64
 
 
 def products_of(
     shapes: Iterable[str], recipes: Iterable[str], names: Sequence[str] = (), without: Sequence[str] = ()
 ) -> list[Product]:
-    """Those that are named, or all, once for each size: of each shape the largest share of a step first."""
+    """Return the named products, or all, once per size: each shape's largest weight first, its head last."""
     found: dict[object, Product] = {}
     for shape, recipe in itertools.product(shapes, recipes):
         sizes = projections(SHAPES[shape], recipe != "bf16")
@@ -88,8 +88,11 @@ def products_of(
 
 
 def narrow_configs(product: Product) -> list[LinearConfig]:
-    """The configurations of few rows worth timing: enough programs to fill the GPU, parts of K long enough to
-    stream. Of a product before a norm K is cut into its shares, whatever the tile."""
+    """Return the configurations for few rows that are worth timing.
+
+    They have enough programs to fill the GPU, and parts of K that are long enough to stream. Before a norm
+    every tile sums the product's K splits apart.
+    """
     n, k, is_fp8 = product.n, product.k, product.recipe != "bf16"
     result = []
     splits = part_counts(k, k) if product.is_before_norm else (1, 2, 4, 8)
@@ -122,14 +125,14 @@ def one_step_configs(product: Product) -> Iterator[LinearConfig]:
             yield LinearConfig(16, block_n, block_k, warps, 2, split, chains, 0)
 
 
-def is_tall(product: Product) -> bool:
-    """Whether the tiles of many rows can have it: those whose K is cut evenly."""
+def fits_large_m(product: Product) -> bool:
+    """Return whether large-M tiles can run the product: K must divide evenly."""
     return product.k % (product.chains * 128) == 0 and (product.is_before_norm or product.narrow.split == 1)
 
 
-def tall_tiles(product: Product, rows: int, count: int) -> list[LargeMTile]:
-    """The tiles that should waste least in so many parts; in the chosen number more of the best."""
-    tiles = [tile for _, tile in ranked_tall(product.tall(count), rows, SHARED_BYTES)[:KEPT]]
+def large_m_tiles(product: Product, rows: int, count: int) -> list[LargeMTile]:
+    """Return the tiles that should waste least with `count` partials; for the table's count also variants."""
+    tiles = [tile for _, tile in ranked_large_m(product.large_m(count), rows, SHARED_BYTES)[:KEPT]]
     if tiles and count == product.counts[0]:
         best = tiles[0]
         tiles += [replace(best, prefetch_bytes=0), replace(best, num_stages=best.num_stages - 1)]
@@ -138,40 +141,43 @@ def tall_tiles(product: Product, rows: int, count: int) -> list[LargeMTile]:
     return tiles
 
 
-def tall_ways(product: Product, rows: int) -> Iterator[Way]:
-    """Of 17 rows and more in bfloat16: cuBLAS, and in each number of parts the operator, the kernel without
-    descriptors and tiles."""
+def large_m_ways(product: Product, rows: int) -> Iterator[Way]:
+    """Yield the ways for more than 16 rows in bfloat16.
+
+    They are cuBLAS, and per number of partials the operator, the kernel without descriptors, and tiles.
+    """
     yield Way(product, rows, "cuBLAS")
     for count in product.counts:
         yield Way(product, rows, "operator", count)
         yield Way(product, rows, "plain", count)
-        for tile in tall_tiles(product, rows, count):
+        for tile in large_m_tiles(product, rows, count):
             yield Way(product, rows, "tile", count, tile)
 
 
 def w8a8_ways(product: Product, rows: int) -> Iterator[Way]:
-    """cuBLAS, and in each number of parts the tile in use, others with the weight on the left, and tall
-    ones."""
+    """Yield cuBLAS, and per number of partials the tile in use, tiles with the weight on the left, and
+    large-M tiles.
+    """
     yield Way(product, rows, "cuBLAS")
     n, k, k_splits = product.n, product.k, product.k_splits
     for count in part_counts(k, k) if product.is_before_norm else (1,):
         tiles: list[Any] = [configuration(rows, n, count, k_splits // count)]
         for fields in next(tiles for most, tiles in LEFT_TILES.items() if rows <= most):
             left = W8A8Config(*fields)
-            if k_splits == count or left.block_m * left.block_n // (32 * left.num_warps) < ONE_SHARE:
+            if k_splits == count or left.block_m * left.block_n // (32 * left.num_warps) < MOST_SUMS:
                 tiles.append(left)
         chosen = choose_tile(n, k, count, k // k_splits, row_class(rows), SHARED_BYTES)
         tiles += [chosen] if chosen else []
-        for places in (1, 2, 3):
-            ranked = ranked_w8a8(n, k_splits // count, count, row_class(rows), SHARED_BYTES, places)
+        for programs in (1, 2, 3):
+            ranked = ranked_w8a8(n, k_splits // count, count, row_class(rows), SHARED_BYTES, programs)
             tiles += ranked[:KEPT_W8A8]
         for tile in dict.fromkeys(tiles):
             yield Way(product, rows, "tile", count, tile)
 
 
 def ways_of(kind: str, product: Product, rows: int) -> list[Way]:
-    """Everything that a kind times of a product with so many rows."""
+    """Return all ways that a kind of tuning times for a product with `rows` rows."""
     if kind == "narrow":
         configs = narrow_configs(product)
         return [Way(product, rows, "tile", config.split, config) for config in configs]
-    return [*(w8a8_ways(product, rows) if kind == "w8a8" else tall_ways(product, rows))]
+    return [*(w8a8_ways(product, rows) if kind == "w8a8" else large_m_ways(product, rows))]

@@ -29,13 +29,13 @@ from compiled_mtp.ops.linear import NARROW_ROWS, count_partials
 from compiled_mtp.ops.linear.config import LinearConfig, linear_config
 from compiled_mtp.ops.linear.resident_config import LEAST_PIECE, ResidentTile, read_resident_table
 
-# Enough to be more than L2 and the address translation hold.
+# Enough layers that their weights exceed L2 and what the address translation caches.
 STACK_LAYERS = {"0.8b": 24, "4b": 12, "9b": 8, "27b": 8, "35b-a3b": 12}
 PREFETCH_BYTES = (0, 256, 512, 1024, 2048, 8192)
-# Of the stack's time, and in microseconds: what a change must gain.
+# What a change must gain: a share of the stack's time, or microseconds.
 LEAST_GAIN, LEAST_GAIN_US = 0.001, 1.0
 BLOCKS, PIECES, IN_FLIGHT = (16, 32, 64), (LEAST_PIECE, 128, 256), (1, 2, 3)
-# Beside resident weights: the rows' tiles, of 16 rows each.
+# Shared memory holds a tile of this many rows of x next to the resident weights.
 ROWS = 16
 TIMES = 3
 
@@ -73,7 +73,7 @@ class Stack:
 
     @torch.no_grad()
     def time_us(self) -> float:
-        """Microseconds of a forward without the head, with the table as it is now."""
+        """Return the microseconds of a forward without the head, with the table as it is now."""
         linear_config.cache_clear()
         for module in self.target.modules():
             if isinstance(module, Linear):
@@ -84,7 +84,7 @@ class Stack:
 
 
 def choose_config(stack: Stack, entries: dict[str, list[int]], name: str, rivals: list[LinearConfig]) -> str:
-    """Give one weight the rival with which the stack is fastest; what was found, in words.
+    """Give one weight the rival with which the stack is fastest; return the finding as text.
 
     Mutates `entries`, which `linear` reads.
     """
@@ -110,22 +110,22 @@ def choose_config(stack: Stack, entries: dict[str, list[int]], name: str, rivals
     return f"stack {now:.1f} -> {us:.1f} us of {len(timed)}: {entries[name]}"
 
 
-def held_tiles(n: int, k: int, split: int, shared_bytes: int, processors: int) -> Iterator[ResidentTile]:
-    """Those whose programs all have their place at once, and are enough to keep the processors busy."""
+def resident_tiles(n: int, k: int, split: int, shared_bytes: int, processors: int) -> Iterator[ResidentTile]:
+    """Yield tiles whose programs all run at once, and are enough to keep the processors busy."""
     for block_n, piece, in_flight in itertools.product(BLOCKS, PIECES, IN_FLIGHT):
         size = 2 * (k // split) * (block_n + ROWS)
-        places = shared_bytes // size * processors
+        most_programs = shared_bytes // size * processors
         programs = -(-n // block_n) * split
-        if processors * 3 // 4 <= programs <= places:
+        if processors * 3 // 4 <= programs <= most_programs:
             yield ResidentTile(block_n, piece, in_flight)
 
 
-class HeldTuner:
-    """The stack of a shape with a table of tiles that it may change."""
+class ResidentTuner:
+    """The stack of a shape, and the table of tiles for resident weights, which the tuner changes."""
 
     def __init__(self, shape: str, rows: int) -> None:
         self.stack = Stack(shape, rows)
-        # The one that `linear` reads.
+        # The dict that `linear` reads.
         self.table = read_resident_table()
         linears = [module for module in self.stack.target.modules() if isinstance(module, Linear)]
         self.names = {}
@@ -139,7 +139,7 @@ class HeldTuner:
         self.linears = linears
 
     def stack_us(self) -> float:
-        """Microseconds of the stack with the table as it is now."""
+        """Return the microseconds of the stack with the table as it is now."""
         choose_resident(self.stack.target)
         return statistics.median(self.stack.time_us() for _ in range(TIMES))
 
@@ -155,17 +155,17 @@ class HeldTuner:
                 raise RuntimeError(f"{name}: tile {self.table[name]} has other bits at {rows} rows")
 
     def tune(self, name: str, seconds_end: float) -> str:
-        """Give one product the tile, or none, with which the stack is fastest; what was found, in words."""
+        """Give one product the tile, or none, with which the stack is fastest; return the finding as text."""
         device = device_of(torch.cuda.current_device())
         n, k, split = self.names[name]
         first, chosen = self.stack_us(), self.table.pop(name, None)
         best, tried = first, 0
         if chosen is not None:
-            # What it was good for its neighbours may do without since they have changed.
+            # The neighbours may have changed after the tile was chosen: try the product without it.
             us = self.stack_us()
             if us < best - LEAST_GAIN_US:
                 best, chosen = us, None
-        for tile in held_tiles(n, k, split, device.shared_bytes, device.num_processors):
+        for tile in resident_tiles(n, k, split, device.shared_bytes, device.num_processors):
             if time.monotonic() > seconds_end:
                 break
             self.table[name] = list(astuple(tile))

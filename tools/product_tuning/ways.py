@@ -1,4 +1,4 @@
-"""A product of a decode step, the ways to run it, and what all ways share: inputs, bits, errors and times."""
+"""A product of a decode step, the ways to run it, and their inputs, bits, errors and times."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.rms_norm import add_rms_norm, rms_norm
 from compiled_mtp.ops.silu_mul import silu_mul
 
-# Other GPUs have no tiles of many rows in the tables, nor products in FP8 of this kind.
+# Only this architecture has large-M tiles in the tables, and w8a8 products.
 ARCH = "sm_90"
 DEVICE = "cuda"
 MAX_SETS = 128
-# Beside the number that is timed, of which the bits are compared.
+# Numbers of rows at which bits are compared, besides the timed number.
 FEW_ROWS = (1, 4, 17)
 
 Tensors = tuple[torch.Tensor, ...]
@@ -60,12 +60,12 @@ class Product:
 
     @property
     def k_splits(self) -> int:
-        """In how many parts the columns may be summed at most."""
+        """Return the number of K splits, the most partials of the product."""
         return count_k_splits(self.k) if self.is_before_norm else 1
 
     @property
     def chains(self) -> int:
-        """In how many chains K is summed, in all programs together."""
+        """Return the number of chains that sum K, over all programs."""
         return self.k_splits if self.is_before_norm else self.narrow.chains
 
     @property
@@ -74,7 +74,7 @@ class Product:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """In how many parts it may be summed, the table's number first."""
+        """Return the possible numbers of partials, the table's first."""
         if not self.is_before_norm:
             return (1,)
         chosen = shared_split(ARCH, self.n, self.k, self.weight_dtype)
@@ -86,20 +86,20 @@ class Product:
 
     @property
     def floor_us(self) -> float:
-        """Microseconds of only reading the weight."""
+        """Return the microseconds of only reading the weight."""
         return self.n * self.k * self.weight_dtype.itemsize / bandwidth() * 1e6
 
-    def tall(self, count: int) -> LargeMProduct:
-        """As the tiles of many rows see it in so many parts."""
+    def large_m(self, count: int) -> LargeMProduct:
+        """Return the product as large-M tiles take it, with `count` partials."""
         return LargeMProduct(self.n, self.k, count, self.chains // count, self.gated, self.is_before_norm)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a product with so many rows in `count` parts.
+    """One way to run a product of `rows` rows with `count` partials.
 
-    kernel: "cuBLAS", with FP8 of one factor a matrix; "operator", as it is; "plain", `linear_kernel` without
-    descriptors; "tile", the kernel that takes such a tile.
+    kernel: "cuBLAS" (for FP8 with one factor per matrix); "operator", as it is; "plain", `linear_kernel`
+    without descriptors; "tile", the kernel for the type of `tile`.
     """
 
     product: Product
@@ -111,27 +111,27 @@ class Way:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is for few rows, among the kernels that run around it."""
+        """Return whether the way is for few rows, and timed among the kernels that run around it."""
         return isinstance(self.tile, LinearConfig)
 
     @property
     def label(self) -> str:
         own = self.kernel
         if self.tile is not None:
-            kind = "left" if isinstance(self.tile, W8A8Config) else "narrow" if self.is_narrow else "tall"
+            kind = "left" if isinstance(self.tile, W8A8Config) else "narrow" if self.is_narrow else "large-m"
             own = f"{kind} {astuple(self.tile)}"
         return f"{self.product.label:32} {self.rows:4} rows {own} x{self.count:<2}"
 
 
 def reference(product: Product, rows: int) -> Way:
-    """The way whose bits the others are compared with."""
+    """Return the way whose bits all other ways must have."""
     if product.recipe != "w8a8":
         return Way(product, rows, "operator")
     return Way(product, rows, "tile", 1, configuration(rows, product.n, 1, product.k_splits))
 
 
 def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """[M, N], gated [M, N / 2], or parts [P, M, N]; of the head in float32, as everywhere.
+    """Run a way; return [M, N], gated [M, N / 2], or partials [P, M, N], for the head in float32.
 
     x: the rows, and with w8a8 their factors.
     """
@@ -144,7 +144,7 @@ def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None)
         return torch.mm(rows, weight.T)
     if isinstance(way.tile, LargeMTile):
         dtype = torch.float32 if out_float32 else rows.dtype
-        return launch_large_m(way.tile, own.tall(way.count), rows, weight, dtype)
+        return launch_large_m(way.tile, own.large_m(way.count), rows, weight, dtype)
     if isinstance(way.tile, LinearConfig):
         is_part = own.is_before_norm and way.count > 1
         return launch_config(way.tile, rows, weight, scale, is_part, keep_partials=own.is_before_norm)
@@ -159,7 +159,7 @@ def call(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None)
 
 
 def call_w8a8(way: Way, x: Tensors, weight: torch.Tensor, scale: Any) -> torch.Tensor:
-    """`call` of quantised rows."""
+    """Run a way on quantised rows, as `call` does."""
     own, (rows, factors) = way.product, x
     if way.kernel == "cuBLAS":
         one = factors.new_ones(())
@@ -175,12 +175,12 @@ def call_w8a8(way: Way, x: Tensors, weight: torch.Tensor, scale: Any) -> torch.T
 
 
 def sum_up(result: torch.Tensor) -> torch.Tensor:
-    """The rounded result, parts added up as the norm does it."""
+    """Return the rounded result; partials are added as the norm adds them."""
     return add_tree(result).bfloat16() if result.dim() == 3 else result
 
 
 def empty_inputs(way: Way, rows: int, device: torch.device) -> tuple[Tensors, torch.Tensor, Any]:
-    """Arguments of `call` without data."""
+    """Return arguments of `call` without data."""
     own = way.product
     empty = functools.partial(torch.empty, device=device)
     weight, scale = empty(own.n, own.k, dtype=own.weight_dtype), None
@@ -193,7 +193,7 @@ def empty_inputs(way: Way, rows: int, device: torch.device) -> tuple[Tensors, to
 
 @functools.lru_cache(maxsize=1)
 def weights_of(product: Product) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Sets of weight and scale that together are larger than L2."""
+    """Return sets of weight and scale that together are larger than L2."""
     torch.cuda.empty_cache()
     n, k, made = product.n, product.k, []
     sets = max(2, min(MAX_SETS, int(ROTATED_BYTES // (n * k * product.weight_dtype.itemsize)) + 1))
@@ -209,7 +209,7 @@ def weights_of(product: Product) -> list[tuple[torch.Tensor, torch.Tensor | None
 
 @functools.lru_cache(maxsize=4)
 def rows_of(product: Product, rows: int) -> Tensors:
-    """The same random rows for every way."""
+    """Return the same random rows for every way."""
     generator = torch.Generator(DEVICE).manual_seed(rows)
     x = torch.randn(rows, product.k, dtype=torch.bfloat16, device=DEVICE, generator=generator)
     return quantize_rows(x) if product.recipe == "w8a8" else (x,)
@@ -220,13 +220,13 @@ def first(x: Tensors, rows: int) -> Tensors:
 
 
 def result_of(way: Way, rows: int) -> torch.Tensor:
-    """What a way makes of the first rows."""
+    """Return a way's result for the first `rows` rows."""
     return sum_up(call(way, first(rows_of(way.product, way.rows), rows), *weights_of(way.product)[0]))
 
 
 @functools.lru_cache(maxsize=4)
 def wanted_of(product: Product, rows: int) -> torch.Tensor:
-    """What the reference makes of all rows; raises AssertionError where its bits depend on their number."""
+    """Return the reference's result; raises AssertionError if its bits depend on the number of rows."""
     way = reference(product, rows)
     wanted = result_of(way, rows)
     for few in FEW_ROWS:
@@ -235,7 +235,7 @@ def wanted_of(product: Product, rows: int) -> torch.Tensor:
 
 
 def has_same_bits(way: Way) -> bool:
-    """Whether a way gives the reference's bits, with all rows and with few."""
+    """Return whether a way gives the reference's bits, with all rows and with few."""
     wanted = wanted_of(way.product, way.rows)
     counts = [rows for rows in (*FEW_ROWS, way.rows) if rows <= way.rows]
     return all(torch.equal(result_of(way, rows), wanted[:rows]) for rows in counts)
@@ -247,8 +247,10 @@ def bandwidth() -> float:
 
 
 def with_neighbours(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Tensor | None) -> Any:
-    """A call with the norm that adds its parts up; of few rows also behind the kernel that makes its input, a
-    norm where the weight widens, silu_mul elsewhere."""
+    """Run a way with the norm that adds its partials; for few rows also with the kernel that makes its input.
+
+    That kernel is a norm if n > k, otherwise silu_mul.
+    """
     own, rows = way.product, way.rows
     buffer = functools.partial(neighbour, rows)
     if way.is_narrow:
@@ -260,14 +262,14 @@ def with_neighbours(way: Way, x: Tensors, weight: torch.Tensor, scale: torch.Ten
 
 @functools.lru_cache(maxsize=8)
 def neighbour(rows: int, width: int) -> torch.Tensor:
-    """Numbers for the kernels beside a product."""
+    """Return inputs for the kernels around a product."""
     return torch.randn(rows, width, dtype=torch.bfloat16, device=DEVICE)
 
 
 def time_way(way: Way) -> str:
-    """Check and time one way; a JSON object.
+    """Check and time one way; return a JSON object.
 
-    Of few rows a product without a norm behind it may have other bits: its table decides them.
+    For few rows, a product that no norm follows may have other bits: its table decides them.
     """
     own, sets, x = way.product, weights_of(way.product), rows_of(way.product, way.rows)
     found: dict[str, Any] = {"floor_us": own.floor_us, "same_bits": None}

@@ -21,6 +21,7 @@ from compiled_mtp.models.formats.claims import Claims
 from compiled_mtp.models.formats.unpack import covering, groups_of, unpack_e2m1, within
 from compiled_mtp.models.formats.weight import AGAIN, PackedWeight
 from compiled_mtp.models.headers import Header
+from compiled_mtp.ops.blocks import UNIT
 
 _MANTISSA_BITS = 23  # of float32
 # Exponents whose products with every code are normal numbers of bfloat16 and float32.
@@ -33,6 +34,7 @@ class _FP4(PackedWeight):
 
     packed: ClassVar[str] = "weight_packed"
     group: ClassVar[int] = 16
+    kind_name: ClassVar[str] = "NVFP4"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
         """Return N and K from the bytes. Raises ValueError for scales that do not fit them."""
@@ -41,6 +43,25 @@ class _FP4(PackedWeight):
         check(2 * half % self.group == 0, self.name, rule, 2 * half, AGAIN)
         self.check_shape("weight_scale", rows, 2 * half // self.group)
         return rows, 2 * half
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of scaled codes (ops.blocks) in which products can read it; None if they cannot."""
+        return self.kind_name if self.shape[1] % UNIT == 0 else None
+
+    def units(
+        self, rows: slice, columns: slice, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes [n, k], fields [n, k / 128, S] and factors [n] or None of whole units."""
+        packed = self.part(self.packed, rows, covering(columns, 2), device=device)
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+        stored = self.part("weight_scale", rows, covering(columns, self.group), device=device)
+        fields = stored.contiguous().view(torch.int16).unflatten(1, (codes.shape[1] // UNIT, -1))
+        return codes, fields, self.row_factors(len(codes), device)
+
+    def row_factors(self, rows: int, device: torch.device) -> torch.Tensor | None:
+        """The factors [rows] of sums; None for a format without a tensor's factor."""
+        return None
 
     @abstractmethod
     def scales(self, rows: slice, groups: slice, device: torch.device) -> torch.Tensor:
@@ -90,6 +111,11 @@ class NVFP4(_FP4):
         """The float32 values of these rows and columns."""
         return self.finish(super().decode(rows, columns, device), self.whole(self.factor).to(device))
 
+    def row_factors(self, rows: int, device: torch.device) -> torch.Tensor:
+        """The tensor's factor, or what multiplies instead of it, for each row."""
+        whole = self.whole(self.factor).float().reshape(1)
+        return self.finish(torch.ones(1), whole).to(device).expand(rows)
+
     def finish(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Apply the tensor's factor to the values."""
         return values / factor
@@ -122,6 +148,7 @@ class MXFP4(_FP4):
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight_packed": ("U8",), "weight_scale": ("U8",)}
     group = 32
+    kind_name = "MXFP4"
     dtype = "MXFP4"
 
     @classmethod

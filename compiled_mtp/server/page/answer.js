@@ -1,9 +1,9 @@
-// One answer in the conversation: its text, round by round, in the colours of what became of the drafts.
+// One answer in the conversation: its text by rounds, coloured by the outcome of the drafts.
 
 import { counted, Placer, Rounds } from "./rounds.js";
 
 export class Answer {
-  /** `show(answer, round, element)` is called for the round under the pointer or the focus, null when it is left. */
+  /** `show(answer, round, element)` is called for the round under the pointer or the focus, and with null after it. */
   constructor(given, show) {
     this.rounds = new Rounds();
     this.content = "";
@@ -52,16 +52,16 @@ export class Answer {
     return rounds;
   }
 
-  put(pieces) {
-    for (const { part, round, index, text } of pieces) {
+  put(placed) {
+    for (const { part, round, index, text } of placed) {
       const token = document.createElement("span");
       token.className = `token ${round ? round.fates[index] : "plain"}`;
       token.append(...this.marked(part, text));
-      this.place(part, round).append(token);
+      this.elementOf(part, round).append(token);
     }
   }
 
-  /** The text of a token as nodes: marked, except line breaks and the indentation of a line. */
+  /** Return a token's text as nodes: marked, except line breaks and the indentation of a line. */
   marked(part, text) {
     const line = this.isLineStart[part] ? `\n${text}` : text;
     const stretches = line.split(/(\s*\n\s*)/);
@@ -76,8 +76,8 @@ export class Answer {
     });
   }
 
-  /** The element of a round in a part of the answer. The first of all can be reached with the Tab key. */
-  place(part, round) {
+  /** Return the element of a round in a part of the answer. The Tab key reaches the first round's element. */
+  elementOf(part, round) {
     const parent = part === "reasoning" ? this.reasoning : this.body;
     if (!round) return parent;
     const known = this.spans.get(round.number) ?? [];
@@ -87,7 +87,7 @@ export class Answer {
       span.className = "round";
       span.tabIndex = this.spans.size ? -1 : 0;
       span.dataset.round = round.number;
-      // It can have the focus, so that it needs a name; the card says the rest.
+      // An element that can have the focus needs a name; the card holds the details.
       span.setAttribute("role", "group");
       span.setAttribute("aria-label", round.number ? `Round ${round.number}` : "Prompt round");
       parent.append(span);
@@ -96,7 +96,7 @@ export class Answer {
     return span;
   }
 
-  /** Light the spans of a round, or none. */
+  /** Highlight the spans of a round; null highlights none. */
   light(number) {
     for (const span of this.turn.querySelectorAll(".round.shown")) span.classList.remove("shown");
     for (const span of this.spans.get(number) ?? []) span.classList.add("shown");

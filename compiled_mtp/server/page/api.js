@@ -1,8 +1,8 @@
-// What the page asks of the service that serves it. The key stays in this module's memory.
+// The page's requests to the service that serves it. The key stays in this module's memory.
 
 let key = "";
 
-/** Keep a key for the requests to come; throws for one that no header can carry. */
+/** Store the key for later requests; throws if a header cannot carry it. */
 export function setKey(value) {
   const text = value.trim();
   if (/[^\t\x20-\x7e\x80-\xff]/.test(text)) {
@@ -12,7 +12,7 @@ export function setKey(value) {
   key = text;
 }
 
-/** An answer that is an error: the server's own text, the field to blame, and its status (0: no answer). */
+/** An error answer: the server's own text, the field to blame, and the status (0: no answer came). */
 export class ServiceError extends Error {
   constructor(message, status = 0, param = null) {
     super(message);
@@ -25,7 +25,7 @@ function headers() {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 
-/** `path` begins with a slash; it is the service's, below whatever prefix this file came from. */
+/** Call the service. `path` begins with a slash; the prefix that this file was loaded from goes before it. */
 async function call(path, options) {
   let response;
   try {
@@ -45,7 +45,7 @@ export async function listModels(signal) {
   return (await response.json()).data;
 }
 
-/** Yield the chunks of a stream; an error among them is thrown. A reader that leaves early ends the request. */
+/** Yield the chunks of a stream; throws the error that it ends with. A reader that leaves early ends the request. */
 export async function* stream(path, body, signal) {
   const response = await call(path, { method: "POST", body: JSON.stringify(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -59,12 +59,12 @@ export async function* stream(path, body, signal) {
       yield chunk;
     }
   } finally {
-    // One that was lost cannot be cancelled any more.
+    // Cancelling fails if the connection was lost.
     if (!isWhole) reader.cancel().catch(() => {});
   }
 }
 
-/** Yield what each event of a stream holds. */
+/** Yield the data of each event of a stream. */
 async function* events(reader) {
   let text = "";
   for (;;) {

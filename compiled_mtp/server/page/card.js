@@ -1,4 +1,4 @@
-// The card beside a round under the pointer or the focus: what was drafted and what became of it.
+// The card of the round under the pointer or the focus: its drafts and their outcome.
 
 import { chips, describe } from "./panel.js";
 
@@ -13,7 +13,7 @@ export function isCardOpen() {
   return !card.hidden;
 }
 
-/** Show it under `span`, or above where there is no room; never outside of the window. */
+/** Show the card of `round` under `span`, or above it if there is no room, always inside the window. */
 export function showCard(round, span) {
   hideCard();
   const line = document.createElement("p");

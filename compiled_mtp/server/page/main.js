@@ -27,7 +27,7 @@ const EXAMPLES = {
   chat: ["Explain speculative decoding in three sentences.", "Write a Python function that merges two sorted lists."],
   text: [QUICKSORT, STACK],
 };
-// The checkpoint that ships with the engine continues Python source; it was taught no conversation.
+// The checkpoint that ships with the engine continues Python source; it was not trained on conversations.
 const SHIPPED = "default_model";
 
 let turns = [];
@@ -44,7 +44,7 @@ function say(text) {
   byId("status").textContent = text;
 }
 
-/** A round under the pointer or the focus: lit in its answer and in the list, with a card beside its text. */
+/** Highlight the round under the pointer or the focus in its answer and in the list, and show its card. */
 function show(answer, round, span) {
   answer?.light(round ? round.number : null);
   panel.light(answer, round ? round.number : null);
@@ -64,15 +64,15 @@ function showError(error) {
   forgive();
   if (!error) return;
   blame(error.param);
-  if (error.status === 401) openDoor();
+  if (error.status === 401) askForKey();
 }
 
-function openDoor() {
-  byId("door").hidden = false;
+function askForKey() {
+  byId("key-form").hidden = false;
   byId("key").focus();
 }
 
-/** While an input method composes, its keys are its own. Safari says so by the code alone. */
+/** Return whether an input method is composing and takes the keys. Safari reports it by key code 229 alone. */
 function isComposing(event) {
   return event.isComposing || event.keyCode === 229;
 }
@@ -83,7 +83,7 @@ function setRunning(controller) {
   byId("send").hidden = controller !== null;
   byId("stop").hidden = controller === null;
   byId("new").disabled = controller !== null;
-  // A button that is hidden would leave the focus nowhere.
+  // Hiding the button that has the focus would lose the focus.
   if (controller && focused === "send") byId("stop").focus();
   if (!controller && focused === "stop") prompt.focus();
 }
@@ -139,7 +139,7 @@ async function send(text) {
   setRunning(null);
 }
 
-/** The request of a prompt, or null with an error shown. */
+/** Return the request for a prompt; if a field is wrong, show the error and return null. */
 function ask(text) {
   try {
     return requestOf(text);
@@ -175,7 +175,7 @@ async function follow(text, [path, body], signal) {
   if (!answer.error) say(`${answer.finishReason === "stopped" ? "Stopped" : "Done"}: ${answer.summary()}`);
 }
 
-/** A prompt that led to nothing goes back to where it was typed, unless another one stands there. */
+/** Put a prompt that has no answer back into its box, unless the user has typed another one. */
 function putBack(text) {
   prompt.value = prompt.value || text;
 }
@@ -227,7 +227,7 @@ function showMode() {
   );
 }
 
-/** Ask for the models; true if they are there. What was chosen stays chosen where it can. */
+/** List the models and return whether that worked; the chosen model stays chosen if it is listed. */
 async function start(signal) {
   let models;
   try {
@@ -239,7 +239,7 @@ async function start(signal) {
   const chosen = byId("model").value;
   byId("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
   if (models.some((model) => model.id === chosen)) byId("model").value = chosen;
-  byId("door").hidden = true;
+  byId("key-form").hidden = true;
   showError(null);
   if (models[0].root === SHIPPED && !isModeSettled) document.querySelector("input[value=text]").checked = true;
   isModeSettled = true;
@@ -274,7 +274,7 @@ for (const choice of document.querySelectorAll("input[name=mode]")) {
     showMode();
   });
 }
-byId("door").addEventListener("submit", (event) => {
+byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   try {
     setKey(byId("key").value);
@@ -283,7 +283,7 @@ byId("door").addEventListener("submit", (event) => {
     byId("key").focus();
     return;
   }
-  // Nothing of it stays where a browser might offer to keep it.
+  // Clear the field, so that no browser offers to store the key.
   byId("key").value = "";
   start();
 });

@@ -1,8 +1,8 @@
-// The numbers beside the conversation: tiles, acceptance by index, and the list of rounds of one answer.
+// The numbers next to the conversation: tiles, acceptance by index, and the list of one answer's rounds.
 
 import { counted, fateOfDraft, visible } from "./rounds.js";
 
-// Between two drawings while an answer comes: numbers that change with every frame cannot be read.
+// The pause between two drawings during an answer: numbers that change with every frame cannot be read.
 const PAUSE_MS = 100;
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
@@ -20,7 +20,7 @@ function chip(fate, token, word) {
   return made;
 }
 
-/** The drafts of a round and what became of them, then the token that is the model's own. */
+/** Return a round's drafts with their outcome, then the model's own token. */
 export function chips(round) {
   const row = element("span", "chips");
   round.drafts.forEach((token, index) => {
@@ -36,7 +36,7 @@ export function chips(round) {
   return row;
 }
 
-/** One sentence about a round. */
+/** Return one sentence about a round. */
 export function describe(round) {
   if (round.number === 0) return "The prompt’s forward pass produced the first token.";
   const gained = `${counted(round.tokens.length, "token")} from one forward pass`;
@@ -45,7 +45,7 @@ export function describe(round) {
 }
 
 export class Panel {
-  /** `light(number)` is called for the round under the pointer in the list, null when it is left. */
+  /** `light(number)` is called for the round under the pointer in the list, and with null after it. */
   constructor(light) {
     this.answer = null;
     this.numListed = 0;
@@ -56,7 +56,7 @@ export class Panel {
     this.list.addEventListener("pointerleave", () => light(this.answer, null));
   }
 
-  /** Show an answer; `scope` says in words which. */
+  /** Show an answer; `scope` names it in words. */
   select(answer, scope) {
     byId("scope").textContent = scope;
     if (answer !== this.answer) {
@@ -67,7 +67,7 @@ export class Panel {
     this.draw();
   }
 
-  /** Draw soon, however many chunks come before that. */
+  /** Draw within PAUSE_MS, once for all chunks that come until then. */
   refresh() {
     this.timer ??= setTimeout(() => this.draw(), PAUSE_MS);
   }
@@ -105,7 +105,7 @@ export class Panel {
     if (isAtEnd && isGrowing) this.list.scrollTop = this.list.scrollHeight;
   }
 
-  /** Light a round of an answer in the list. */
+  /** Highlight a round of an answer in the list. */
   light(answer, number) {
     for (const row of this.list.querySelectorAll(".shown")) row.classList.remove("shown");
     const row = answer === this.answer && number !== null ? this.list.children[number] : null;

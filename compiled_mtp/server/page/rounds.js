@@ -1,21 +1,21 @@
-// What a stream's chunks say of its rounds, as plain objects. Nothing of the page.
+// The rounds in a stream's chunks, as plain objects; nothing here touches the page.
 
-/** What became of a token of a round's output: its place among the drafts says it. */
+/** Return how a round got a token: kept (a draft), replaced (instead of a wrong draft), bonus, or plain (no drafts). */
 function fateOfToken(round, index) {
   if (round.drafts.length === 0) return "plain";
   if (index < round.accepted) return "kept";
   return round.accepted < round.drafts.length ? "replaced" : "bonus";
 }
 
-/** What became of a draft: kept, wrong (a token stands in its place), or dropped behind one that was wrong. */
+/** Return the outcome of a draft: kept, wrong (a token replaced it), or dropped after a wrong one. */
 export function fateOfDraft(round, index) {
   if (index < round.accepted) return "kept";
   return index === round.accepted && round.tokens.length > round.accepted ? "wrong" : "dropped";
 }
 
 /**
- * A round without the drafts whose tokens came in an earlier chunk: a replica that goes on with another's stream cuts it
- * elsewhere, and says of the first round all that it had. Id 0 stands for an unknown draft.
+ * Return a round without the drafts whose tokens came in an earlier chunk: a replica that continues another's stream
+ * cuts it elsewhere, and its first round lists all drafts of that round. Id 0 is an unknown draft.
  */
 function withoutTold({ drafts, accepted }, tokens) {
   const isHere = (at) => drafts.slice(at, accepted).every(({ id }, index) => id === 0 || id === tokens[index].id);
@@ -58,7 +58,7 @@ export class Rounds {
     });
   }
 
-  // The bytes of a character may be several tokens': the last of them has it.
+  // A character's bytes may be spread over several tokens: the last of them gets the character.
   decode(token) {
     return this.decoder.decode(new Uint8Array(token.bytes), { stream: true });
   }
@@ -72,7 +72,7 @@ export class Rounds {
     });
   }
 
-  /** Verify rounds: all but the prompt's. */
+  /** The number of verify rounds: all except the prompt's. */
   get numRounds() {
     return Math.max(0, this.list.length - 1);
   }
@@ -97,8 +97,8 @@ export class Rounds {
 }
 
 /**
- * Says which part of an answer's text each token is. The text is what counts: a token may be cut by a stop, be special,
- * or lie between the parts of an answer, and then less of it, or nothing, is shown.
+ * Finds the text of each token in an answer's text. Of a token that a stop string cuts, that is special or that lies
+ * between the parts of an answer, less text or none is shown.
  */
 export class Placer {
   constructor() {
@@ -107,7 +107,7 @@ export class Placer {
     this.last = null;
   }
 
-  /** Take tokens and the text that came with them ([part, text] pairs); return [part, round, index, text] pieces. */
+  /** Take tokens and the text that came with them ([part, text] pairs); return { part, round, index, text } objects. */
   add(rounds, said, isLast) {
     for (const round of rounds) {
       round.tokens.forEach((token, index) => this.waiting.push({ round, index, text: token.text }));
@@ -117,28 +117,28 @@ export class Placer {
       if (open?.part === part) open.text += text;
       else this.parts.push({ part, text });
     }
-    const pieces = [];
+    const placed = [];
     while (this.waiting.length) {
       const token = this.waiting[0];
       while (this.parts.length > 1 && this.parts[0].text === "") this.parts.shift();
       const rest = this.parts[0]?.text ?? "";
       if (!isLast && (rest === "" || (rest.length < token.text.length && token.text.startsWith(rest)))) {
-        // Of tokens that have no text, or whose text is held back, nothing is known yet.
+        // The token has no text yet, or the server holds its text back: wait for more.
         if (this.parts.length < 2 || rest === "") break;
       }
       this.waiting.shift();
       const shown = [token.text, token.text.trimEnd(), token.text.trimStart(), token.text.trim()].find(
         (text) => text !== "" && rest.startsWith(text),
       );
-      if (shown !== undefined) pieces.push(this.take(token, shown.length));
-      else if (rest !== "" && token.text.startsWith(rest)) pieces.push(this.take(token, rest.length));
+      if (shown !== undefined) placed.push(this.take(token, shown.length));
+      else if (rest !== "" && token.text.startsWith(rest)) placed.push(this.take(token, rest.length));
     }
-    // No token is left that could claim the rest.
+    // No token is left for the remaining text: it goes to the last one.
     while (this.waiting.length === 0 && this.parts.length && (this.parts[0].text || this.parts.length > 1)) {
-      if (this.parts[0].text) pieces.push(this.take(this.last, this.parts[0].text.length));
+      if (this.parts[0].text) placed.push(this.take(this.last, this.parts[0].text.length));
       else this.parts.shift();
     }
-    return pieces;
+    return placed;
   }
 
   take(token, length) {
@@ -155,7 +155,7 @@ export function counted(number, one, several = `${one}s`) {
   return `${number} ${number === 1 ? one : several}`;
 }
 
-/** A token as a list shows it: what cannot be seen gets a sign. */
+/** Return a token's text for a list, with signs for line breaks, tabs and spaces. */
 export function visible(token) {
   const text = token.bytes.length ? token.token : token.token || `#${token.id}`;
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");

@@ -1,4 +1,4 @@
-// The fields of the form as fields of a request. What is empty is left to the server and the checkpoint.
+// The form's fields as fields of a request. An empty field leaves the default of the server or the checkpoint.
 
 import { ServiceError } from "./api.js";
 
@@ -19,7 +19,7 @@ const byId = (id) => document.getElementById(id);
 
 const DECIMAL = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 
-/** A decimal number, or the text as it is: the server says what is wrong with it. */
+/** Return a decimal number, or other text unchanged: the server's error then says what is wrong. */
 function numberOf(name, text) {
   const value = Number(text);
   if (!DECIMAL.test(text) || !Number.isFinite(value)) return text;
@@ -31,7 +31,7 @@ function numberOf(name, text) {
   return value;
 }
 
-/** The sampling fields that are filled in; throws for a number that the browser would change. */
+/** Return the sampling fields that are filled in; throws for an integer that the browser would round. */
 export function samplingFields(mode) {
   const fields = {};
   for (const name of NUMBERS) {
@@ -49,7 +49,7 @@ export function systemPrompt() {
   return byId("system").value.trim();
 }
 
-/** Mark the field that is to blame, and show it. */
+/** Mark the field to blame, and show it. */
 export function blame(param) {
   forgive();
   const name = param?.split(".")[0];

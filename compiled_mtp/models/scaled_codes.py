@@ -1,0 +1,107 @@
+"""Scaled codes that a GPU's products read: which parameters keep them, and how they are filled.
+
+GGUF files and FP4 checkpoints store such weights. A parameter may merge rows of several stored tensors at any
+block of 16 rows; where their kinds differ, it has several parts, and a product is one launch per part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from compiled_mtp.errors import check
+from compiled_mtp.gguf.tensors import StoredTensor
+from compiled_mtp.models.formats.fp4 import MXFP4, NVFP4
+from compiled_mtp.models.layout import Layout, WeightShard
+from compiled_mtp.models.stored_weight import StoredWeight
+from compiled_mtp.models.weight_format import CodedRows, Formats, WeightFormat, coded_part, scaled_codes
+from compiled_mtp.ops import blocks
+
+# Codes that are packed at a time; each takes a few integers.
+_CODES_AT_ONCE = 1 << 24
+# What holds the codes of both kinds exactly: a code of four bits is one of five.
+_WIDENED = {("Q4_K", "Q5_K"): "Q5_K", ("Q5_K", "Q4_K"): "Q5_K"}
+
+
+def kind_of(weight: StoredWeight | None) -> str | None:
+    """The kind of scaled codes in which products can read a stored weight, by its name; None for none."""
+    if not isinstance(weight, (StoredTensor, NVFP4, MXFP4)) or weight.shape[0] % blocks.ROWS:
+        return None
+    return weight.kind
+
+
+def has_scaled_codes(weights: Mapping[str, StoredWeight]) -> bool:
+    """Whether products can read any of a checkpoint's weights as scaled codes."""
+    return any(kind_of(weight) is not None for weight in weights.values())
+
+
+def scaled_code_formats(layout: Layout, weights: Mapping[str, StoredWeight], device: torch.device) -> Formats:
+    """The formats of the parameters that stay scaled codes on `device`.
+
+    These are weights of products, embeddings and heads all of whose stored tensors have such codes. `layout`
+    must be made for formats in which every in_proj keeps its codes.
+    """
+    kinds: dict[str, dict[int, tuple[int, str | None]]] = {}
+    for name, stored in layout.items():
+        kind = kind_of(weights.get(name))
+        for piece in stored.pieces:
+            is_whole = piece.start % blocks.ROWS == piece.rows % blocks.ROWS == 0 and piece.expert is None
+            kinds.setdefault(piece.parameter, {})[piece.start] = (piece.rows, kind if is_whole else None)
+    found: dict[str, WeightFormat] = {}
+    for parameter, pieces in kinds.items():
+        parts: list[CodedRows] = []
+        for _, (rows, kind) in sorted(pieces.items()):
+            if kind is None:
+                parts = []
+                break
+            last = parts[-1] if parts else None
+            joined = None
+            if last is not None:
+                joined = kind if last.name == kind else _WIDENED.get((last.name, kind))
+            if last is not None and joined is not None:
+                parts[-1] = CodedRows(last.rows + rows, joined)
+            else:
+                parts.append(CodedRows(rows, kind))
+        if not parts:
+            continue
+        form = scaled_codes(parts)
+        if form.parameters.search(parameter) and form.is_read_on(device):
+            found[parameter] = form
+    return found
+
+
+def fill_scaled_codes(
+    weight: StoredWeight, piece: WeightShard, form: WeightFormat, words: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Write the shard `piece` of a stored weight into a parameter of scaled codes, some rows at a time.
+
+    Mutates words and scales. Raises ValueError for scales that are not finite.
+    """
+    assert isinstance(weight, (StoredTensor, NVFP4, MXFP4))
+    rows, columns = piece.region(weight.shape)
+    first, part = form.part_at(piece.start)
+    own_words, own_scales = coded_part(form, words, scales, first, columns.stop - columns.start)
+    kind = part.kind
+    step = max(1, _CODES_AT_ONCE // (columns.stop - columns.start) // blocks.ROWS) * blocks.ROWS
+    for begin in range(rows.start, rows.stop, step):
+        some = slice(begin, min(begin + step, rows.stop))
+        codes, fields, factor = weight.units(some, columns, words.device)
+        _check_scales(weight, codes, fields, kind)
+        start = piece.start - first + some.start - rows.start
+        to = slice(start, start + some.stop - some.start)
+        own_words[to] = blocks.pack(codes, kind)
+        own_scales[:, to] = blocks.pack_scales(fields, kind, factor)
+
+
+def _check_scales(weight: StoredWeight, codes: torch.Tensor, fields: torch.Tensor, kind: blocks.Kind) -> None:
+    """Raise ValueError for scales that are NaN or infinite, or too small for a product."""
+    scales = [one for one in kind.scales(fields) if one is not None]
+    is_finite = all(bool(one.isfinite().all()) for one in scales)
+    remedy = f"check {weight.file.name}, or download it again"
+    check(is_finite, weight.name, "have finite scales", "NaN or infinity", remedy)
+    if kind.name == "MXFP4":
+        # 2^-127 would be taken for zero.
+        is_zero = (codes & 7).unflatten(1, (-1, kind.group)).amax(-1) == 0
+        is_large = bool(((scales[0].flatten(1) > 0) | is_zero).all())
+        check(is_large, weight.name, "have scales above 2^-127", "a smaller one", remedy)

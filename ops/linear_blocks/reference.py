@@ -1,0 +1,179 @@
+"""The specifications of `linear_blocks`, its variants, and `block_rows`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products, values
+from compiled_mtp.ops.checks import fail, is_known
+from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
+from compiled_mtp.ops.numerics import silu
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
+
+BF16, I16 = torch.bfloat16, torch.int16
+PACK = "pass what ops.blocks.pack gives"
+PACK_SCALES = "pass what ops.blocks.pack_scales gives"
+Rows = Annotated[Tensor, "M K", BF16, Remedy("pass rows as long as the weight's, in bfloat16")]
+Words = Annotated[Tensor, "N W", I16, CONTIGUOUS, Remedy(PACK)]
+Scales = Annotated[Tensor, "U N S", I16, CONTIGUOUS, Remedy(PACK_SCALES)]
+# The weight is written by no kernel. A fence for the reason that `linear`'s kernels are.
+LAUNCHES = (Launch("blocks_kernel", reads_early=("weight",), is_fence=True),)
+
+
+def _weight_fits(kind: str, K: int, W: int, U: int, S: int, N: int) -> None:
+    if kind not in KINDS:
+        raise fail("kind", f"be one of {', '.join(KINDS)}", kind, "multiply the weight out")
+    form = KINDS[kind]
+    if K % UNIT or K // UNIT * form.words != W or N % ROWS:
+        rule = f"have {form.words} words per {UNIT} of {K} columns, and a multiple of {ROWS} rows"
+        raise fail("weight", rule, [N, W], PACK)
+    if (form.units(K), form.fields) != (U, S):
+        rule = f"have {form.units(K)} units of {form.fields} numbers"
+        raise fail("weight_scale", rule, f"{U} of {S}", PACK_SCALES)
+
+
+def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if out_float32 else x.dtype)
+
+
+@operator(launches=LAUNCHES, check=_weight_fits, fake=_product)
+def linear_blocks(
+    x: Rows, weight: Words, weight_scale: Scales, kind: str, out_float32: bool = False, prefill: bool = False
+) -> Annotated[Tensor, "M N", (torch.float32, BF16)]:
+    """x @ weight.T with a weight of scaled codes, accumulated in float32 and rounded once.
+
+    x: [M, K] bfloat16, rows at any stride. weight: words [N, W] int16 and weight_scale: [units, N, S] int16,
+    as ops.blocks packs them. kind: a name in ops.blocks.KINDS. out_float32: return float32. prefill: the rows
+    are a prompt's, many at a time. Returns [M, N]. The bits of a row depend on that row and on the weight
+    alone, for every M and for every shard of the weight's rows.
+
+    Every value is a float32 number rounded once to bfloat16; the products are those of these values. A factor
+    per row (NVFP4) multiplies the sum, but a GPU multiplies a prompt's values by it before they are rounded.
+    """
+    y = _sums(x.float(), *_rounded(weight, weight_scale, kind))
+    return y.to(torch.float32 if out_float32 else x.dtype)
+
+
+def _rounded(weight: Tensor, weight_scale: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """The values that products take [N, K], as float32, and the factors of their sums."""
+    found, factor = products(weight, weight_scale, KINDS[kind])
+    return found.bfloat16().float(), factor
+
+
+def _sums(x: Tensor, values: Tensor, factor: Tensor | None) -> Tensor:
+    y = F.linear(x, values)
+    return y if factor is None else y * factor
+
+
+@operator(launches=LAUNCHES, check=_weight_fits)
+def linear_blocks_silu_mul(
+    x: Rows, weight: Words, weight_scale: Scales, kind: str
+) -> Annotated[Tensor, "M N//2", BF16]:
+    """silu(gate) * up with gate | up = linear_blocks(x, weight, weight_scale, kind), to the bit, in one
+    launch.
+
+    Arguments as those of `linear_blocks`; weight [2 I, W] holds the gate's rows and then up's. Returns [M, I]
+    bfloat16. The bits of a row depend on that row and on the weight alone.
+    """
+    gate, up = linear_blocks.reference(x, weight, weight_scale, kind).float().chunk(2, dim=-1)
+    return (silu(gate) * up).to(x.dtype)
+
+
+def _count_fits(
+    weight: Tensor,
+    kind: str,
+    count: int,
+    whole_k: int,
+    prefill: bool,
+    K: int,
+    W: int,
+    U: int,
+    S: int,
+    N: int,
+) -> None:
+    _weight_fits(kind, K, W, U, S, N)
+    whole = whole_k or K
+    if whole % K or K * count_k_splits(whole) % whole:
+        raise fail(
+            "whole_k", f"be a multiple of {K} in whole K splits", whole_k, "pass K of the whole weight"
+        )
+    if prefill and whole > K and weight.is_cuda:
+        remedy = "its order for prompts has no K splits there: pass the whole weight"
+        raise fail("prefill", "be False for a shard of a weight's columns on a GPU", prefill, remedy)
+    counts = part_counts(K, whole) if weight.is_cuda else (1,)
+    if is_known(count) and count not in counts:
+        remedy = "pass count_partials(weight, rows, kind, whole_k)"
+        raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
+
+
+def _is_sum(x: Tensor, count: int, whole_k: int) -> bool:
+    return count == 1 and (whole_k or x.shape[1]) == x.shape[1]
+
+
+def _partials(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -> Tensor:
+    if stacked:
+        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
+    dtype = x.dtype if _is_sum(x, count, whole_k) else torch.float32
+    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+@operator(launches=LAUNCHES, check=_count_fits, fake=_partials)
+def linear_blocks_partials(
+    x: Rows,
+    weight: Words,
+    weight_scale: Scales,
+    kind: str,
+    count: int,
+    whole_k: int = 0,
+    prefill: bool = False,
+    stacked: bool = False,
+) -> Annotated[Tensor, "... N", (torch.float32, BF16)]:
+    """A product before a norm with a weight of scaled codes, in P partials that the norm adds up.
+
+    Arguments as those of `linear_blocks`; the weight may also hold neighbouring K splits of the whole weight,
+    and x those columns. count = P, whole_k, prefill, stacked and the result: as `linear_partials` has them. A
+    factor per row multiplies the sum of each K split. The K splits are added as a tree (ops.k_splits): every
+    P gives the same bits.
+    """
+    if _is_sum(x, count, whole_k):
+        whole = linear_blocks.reference(x, weight, weight_scale, kind, stacked)
+        return whole if stacked else whole[None]
+    k = x.shape[1]
+    k_splits = count_k_splits(whole_k or k) * k // (whole_k or k)
+    values, factor = _rounded(weight, weight_scale, kind)
+    parts = zip(x.chunk(k_splits, 1), values.chunk(k_splits, 1), strict=True)
+    sums = [_sums(part.float(), value, factor) for part, value in parts]
+    size = k_splits // count
+    partials = [add_tree(sums[first : first + size]) for first in range(0, k_splits, size)]
+    return torch.cat(partials) if stacked else torch.stack(partials)
+
+
+def _rows_fit(kind: str, W: int, U: int, S: int, N: int) -> None:
+    k = KINDS[kind].columns(W) if kind in KINDS else UNIT
+    _weight_fits(kind, k, W, U, S, N)
+
+
+def _rows(ids: Tensor, weight: Tensor, kind: str) -> Tensor:
+    shape = (ids.shape[0], KINDS[kind].columns(weight.shape[1]))
+    return weight.new_empty(shape, dtype=BF16)
+
+
+@operator(check=_rows_fit, fake=_rows)
+def block_rows(
+    ids: Annotated[Tensor, "M", torch.int64], weight: Words, weight_scale: Scales, kind: str
+) -> Annotated[Tensor, "M _", BF16]:
+    """The values of rows of a weight of scaled codes: an embedding's, or those of some rows of a head.
+
+    ids: [M]; each must be below N, which is not checked because it would cost a synchronisation. weight,
+    weight_scale, kind: as those of `linear_blocks`. Returns [M, K] bfloat16, each value rounded once.
+    """
+    blocks = ids // ROWS
+    # Only the blocks of 16 rows that hold these rows are decoded.
+    own = (blocks[:, None] * ROWS + torch.arange(ROWS, device=ids.device)).flatten()
+    found = values(weight[own], weight_scale[:, own], KINDS[kind])
+    return found[torch.arange(len(ids), device=ids.device) * ROWS + ids % ROWS].bfloat16()
