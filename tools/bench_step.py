@@ -41,7 +41,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -53,6 +53,8 @@ from compiled_mtp import __version__
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.moe import MoE
+from compiled_mtp.models.rows import Rows
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16
 from compiled_mtp.parallel.leader import LeadRunner
@@ -180,7 +182,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -
 
 @torch.no_grad()
 def check_rows(runner: Runner, batches: list[int]) -> None:
-    """Raise AssertionError unless every projection's rows are bit-equal in every bucket that is timed."""
+    """Raise AssertionError unless the rows of every projection, and of a mixture's experts, are bit-equal in
+    every bucket that is timed."""
     target = runner.step.target
     width = runner.step.mtp_step + 1
     weights = {
@@ -196,6 +199,14 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
         for batch in batches:
             part = product(x[: batch * width], weight, scale)
             assert torch.equal(part, whole[: batch * width]), f"rows of {tuple(weight.shape)} depend on M"
+    for mixture in [module for module in target.modules() if isinstance(module, MoE)][:1]:
+        if mixture.communicator is None and not mixture.quantizes_rows:
+            x = torch.randn(max(batches) * width, runner.spec.model.hidden_size, device=runner.spec.device)
+            x, decode_rows = x.to(target.head_weight.dtype), cast(Rows, None)
+            whole = mixture(x, decode_rows)
+            for batch in batches:
+                part = mixture(x[: batch * width], decode_rows)
+                assert torch.equal(part, whole[: batch * width]), "rows of experts depend on M"
 
 
 def end_loop(loop: Loop) -> None:

@@ -22,6 +22,8 @@ from compiled_mtp.parallel.ranks import RankError
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
+from tests.models.test_quantised import FORMATS, every_linear
+from tests.quantised import quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +46,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "fp8": {"fp8_scale": torch.bfloat16},
     "moe": {"family": "qwen3_5_moe"},
     "moe-fp8": {"family": "qwen3_5_moe", "fp8_scale": torch.bfloat16},
+    "moe-int4": {"family": "qwen3_5_moe", "trunk_experts": "per_expert", "mtp_experts": "per_expert"},
     "next": {"family": "qwen3_next"},
     # Both ranks hold the same KV head and the same key head.
     "few-heads": {"num_kv_heads": 1, "num_key_heads": 1},
@@ -56,10 +59,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
+    written = {
         name: write_checkpoint(tmp_path_factory.mktemp(name), **(SIZES | options))
         for name, options in CHECKPOINTS.items()
     }
+    packer, config = FORMATS["gptq"]
+    choose, plain = every_linear(packer), "layers.0.mlp.shared_expert."
+    # Some shared experts stay plain, the others are codes.
+    quantise(written["moe-int4"], lambda module: None if plain in module else choose(module), config)
+    return written
 
 
 # Otherwise the whole memory of a GPU would be filled with zeros first.
@@ -103,6 +111,7 @@ def wanted(directory: Path, recipe: str, batch: int) -> list[list[int]]:
     [
         ("dense", "auto", "symmetric", "off", 3),
         ("moe", "auto", "symmetric", "off", 3),
+        ("moe-int4", "auto", "symmetric", "off", 3),
         ("moe-fp8", "w8a8", "symmetric", "off", 3),
         ("fp8", "w8a8", "symmetric", "off", 3),
         ("fp8", "w8a16", "symmetric", "off", 3),
