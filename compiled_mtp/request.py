@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol
 
 from compiled_mtp.errors import quote
 from compiled_mtp.plan import RowLogprobs
@@ -190,11 +190,6 @@ def _no_bytes(token_id: int) -> bytes:
     return b""
 
 
-# A request before an output: its metrics, the number of delivered characters, and the entries held back. A
-# plain tuple, because one is made for each output.
-_Before: TypeAlias = tuple[RequestMetrics, int, tuple[TokenLogprob, ...]]
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
@@ -230,9 +225,12 @@ class Request:
     _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
     _new_logprobs: list[TokenLogprob] = field(default_factory=list)
     _prompt_logprobs: list[TokenLogprob] | None = None
-    # Characters that `append` has returned; and the request before an output that is not delivered yet.
+    # Characters that `append` has returned.
     _num_shown: int = 0
-    _before: _Before | None = None
+    # At the last `commit`: characters, entries held back with their text, and metrics.
+    _num_delivered: int = 0
+    _held_back: tuple[TokenLogprob, ...] = ()
+    _delivered: RequestMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -244,6 +242,7 @@ class Request:
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self.history = RequestHistory(len(self.prompt_token_ids), seed)
         self.metrics = RequestMetrics(self.history, 0, 0, 0.0)
+        self._delivered = self.metrics
         self.max_output = self.params.max_tokens
         self._prompt_logprobs = [] if self.has_prompt_logprobs else None
         self._stop_strings = StopStrings(self.params.stop, self.params.include_stop)
@@ -307,8 +306,6 @@ class Request:
         time.monotonic(). logprobs: those of token_ids, if requested. Sets finish_reason and error. Call
         `commit` once the output can be taken.
         """
-        held = () if self.params.logprobs is None else self._undelivered_logprobs()
-        self._before = self.metrics, self._num_shown, held
         kept, text, output = token_ids, "", self.output_token_ids
         num_before = len(output)
         room = self.max_output - num_before
@@ -348,7 +345,11 @@ class Request:
         """Mark the last appended tokens, and the prompt log probabilities, as delivered: their output can be
         taken.
         """
-        self._before = None
+        self._num_delivered = self._num_shown
+        if self.params.logprobs is not None:
+            self._held_back = (*self._new_logprobs, *self._held_logprobs)
+        # After the fields above: if an interrupt comes before this store, `cut_short` commits again.
+        self._delivered = self.metrics
         if self._prompt_logprobs is not None and self.take_prompt_logprobs() is not None:
             self._prompt_logprobs = None
 
@@ -360,23 +361,19 @@ class Request:
         An interrupt may have stopped `append`, or an earlier call of this method, at any point; a repeated
         call returns the same. last: the request's last output that waits to be taken.
         """
-        before = self._before
-        if before is None or _is_newer(last, before[0]):
-            before = self.metrics, self._num_shown, self._undelivered_logprobs()
-        metrics, num_shown, held = before
+        if last is not None and last.metrics.output_tokens > self._delivered.output_tokens:
+            self.commit()
         self.finish_reason = reason
-        self.metrics = metrics._replace(total_s=time.monotonic() - self.arrival_s)
+        self.metrics = self._delivered._replace(total_s=time.monotonic() - self.arrival_s)
         text = ""
         if self.detokenizer is not None:
             self.detokenizer.flush()
-            told = self.output_token_ids[: metrics.output_tokens]
+            told = self.output_token_ids[: self._delivered.output_tokens]
             text = "".join(map(self.detokenizer.add, told)) + self.detokenizer.flush()
-        return text[num_shown:], None if self.params.logprobs is None else list(held)
+        return text[self._num_delivered :], None if self.params.logprobs is None else list(self._held_back)
 
     def finish(self, reason: FinishReason) -> str:
         """End the request; return the text that was held back, unless a stop string ended it."""
-        if self._before is None:
-            self._before = self.metrics, self._num_shown, self._undelivered_logprobs()
         self.finish_reason = reason
         self.metrics = self.metrics._replace(total_s=time.monotonic() - self.arrival_s)
         self._new_logprobs += self._held_logprobs.flush()
@@ -423,10 +420,6 @@ class Request:
         entries = self._prompt_logprobs
         return None if entries is None or len(entries) < self.prompt_len - 1 else entries
 
-    def _undelivered_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Return the entries of delivered tokens that were held back with their text."""
-        return () if self.params.logprobs is None else (*self._new_logprobs, *self._held_logprobs)
-
     def _cut_at_stop_id(self, token_ids: list[int], num_stopless: int) -> list[int]:
         """Return the tokens up to the first stop id after the first num_stopless; set finish_reason."""
         for index, token_id in enumerate(token_ids):
@@ -472,7 +465,3 @@ class Request:
                 detokenizer.flush()
                 return token_ids[: index + 1], text
         return token_ids, text
-
-
-def _is_newer(last: RequestOutput | None, metrics: RequestMetrics) -> bool:
-    return last is not None and last.metrics.output_tokens > metrics.output_tokens

@@ -72,6 +72,8 @@ class CopyStream:
 
     def take_done(self, step_id: int, *, waits: bool) -> list[int]:
         """Return, once, the complete copies of plans up to step_id; `waits` for all copies of these plans."""
+        if not self._under_way:
+            return []
         due = [copy for copy in self._under_way if copy.step_id <= step_id]
         if waits:
             for copy in due:

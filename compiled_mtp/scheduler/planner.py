@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
 from compiled_mtp.plan import BlockUpdate, Copy, Draft, Location, Move, PlanKind, PromptChunk, StepPlan
-from compiled_mtp.request import Request
+from compiled_mtp.request import Request, new_tuple
 from compiled_mtp.scheduler.admission import Admission
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
@@ -420,7 +420,7 @@ class Planner:
             self.decoding_slots,
             self._decoding_generations,
             [upload for one in self._replaying for upload in _known_drafts(one, depth)],
-            shape=RoundShape(depth, depth),
+            shape=new_tuple(RoundShape, (depth, depth)),
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
             wants_drafts=self._wants.has_drafts and not is_two_phase,

@@ -161,7 +161,8 @@ class Scheduler:
         self, request_ids: Collection[str] | None = None, excluding: Collection[str] = ()
     ) -> list[RequestOutput]:
         """Return, once, the outputs of these requests; of all requests except `excluding` for None."""
-        taken, left = self._outputs, list[RequestOutput]()
+        taken: list[RequestOutput] = self._outputs
+        left: list[RequestOutput] = []
         if request_ids is not None or excluding:
             is_taken = [
                 output.request_id not in excluding
@@ -299,11 +300,19 @@ class Scheduler:
                     continue
                 num_known -= len(new)
             kept, text = request.append(new, own_drafts, now_s, logprobs=logprobs)
-            reason, entries = request.finish_reason, request.take_logprobs()
+            reason = request.finish_reason
             fields = (
-                *(request.request_id, kept, text, request.metrics),
-                *(reason, request.error, entries, request.index, request.take_prompt_logprobs()),
-                # A plan without wants_drafts has no request that asks for drafts.
+                request.request_id,
+                kept,
+                text,
+                request.metrics,
+                reason,
+                request.error,
+                # A plan without logprobs or wants_drafts has no request that asks for these.
+                request.take_logprobs() if plan.logprobs >= 0 else None,
+                request.index,
+                # The prompt's log probabilities come with the first token.
+                None if is_round else request.take_prompt_logprobs(),
                 request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
                 # `append` ends a request with an error only when its grammar cannot continue.
                 "parameters" if reason == "error" else None,
