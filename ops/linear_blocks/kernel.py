@@ -76,8 +76,9 @@ def sum_k_splits(
         if KIND == "NVFP4":
             scaled = ()
             for tile in tl.static_range(ROW_TILES):
-                # A plain product would be contracted with the addition of another K split in the same program.
-                scaled += (tl.fma(totals[tile], tl.zeros_like(totals[tile]) + factor[None, :], 0.0),)
+                # A plain product would be contracted with the sum of two K splits in one program.
+                zeros = tl.zeros_like(totals[tile])
+                scaled += (tl.fma(totals[tile], zeros + factor[None, :], zeros),)
             totals = scaled
         return totals
     else:
