@@ -52,6 +52,7 @@ from compiled_mtp import __version__
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.layers import Linear
+from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16
 from compiled_mtp.parallel.leader import LeadRunner
@@ -75,7 +76,8 @@ def floor_bytes(runner: Runner, batch: int, context: int) -> dict[str, float]:
     config, step, mtp_step = runner.spec.model, runner.step, runner.step.mtp_step
     rows = batch * (mtp_step + 1)
     embedding = step.target.embed.weight
-    head = step.target.head_weight.nbytes
+    codes = step.target.head_codes
+    head = step.target.head_weight.nbytes if codes is None else codes[0].nbytes + codes[1].nbytes
 
     def expert_share(tokens: int) -> float:
         """Distinct experts of independently routed tokens, over all experts."""
@@ -167,15 +169,25 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
     """Raise AssertionError unless every projection's rows are bit-equal in every bucket that is timed."""
     target = runner.step.target
     width = runner.step.mtp_step + 1
-    weights = {
-        module.weight.shape: (module.weight, module.weight_scale)
-        for module in target.modules()
-        if isinstance(module, Linear)
+    linears = [module for module in target.modules() if isinstance(module, Linear)]
+    weights: dict[torch.Size, tuple[torch.Tensor, torch.Tensor | None]] = {
+        m.weight.shape: (m.weight, m.weight_scale) for m in linears if m.parts is None
     }
-    for weight, scale in [*weights.values(), (target.head_weight, None)]:
+    coded = {m.weight.shape: m for m in linears if m.parts is not None}
+    for module in coded.values():
+        assert module.parts is not None
+        columns = module.parts.columns
+        x = torch.randn(max(batches) * width, columns, device=runner.spec.device).bfloat16()
+        whole = module.parts.product(x, *module.codes, False)
+        for batch in batches:
+            part = module.parts.product(x[: batch * width], *module.codes, False)
+            assert torch.equal(part, whole[: batch * width]), f"rows of {columns} columns depend on M"
+    if target.head_codes is None:
+        weights[target.head_weight.shape] = (target.head_weight, None)
+    for weight, scale in weights.values():
         columns = weight.shape[1] * (4 if weight.dtype == torch.int16 else 1)
         x = torch.randn(max(batches) * width, columns, device=runner.spec.device)
-        x = x.to(target.head_weight.dtype)
+        x = x.to(runner.spec.dtype)
         whole = product(x, weight, scale)
         for batch in batches:
             part = product(x[: batch * width], weight, scale)
@@ -414,6 +426,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="GROUP",
         help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
     )
+    parser.add_argument(
+        "--codes",
+        default="",
+        choices=(*KINDS, "Q4_K_M"),
+        help="weights in scaled codes of a kind, or in the mixture Q4_K_M; embedding and head too",
+    )
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
     parser.add_argument("--draft-head-dtype", default="auto", help="float8_e4m3fn for drafts' rows in FP8")
     parser.add_argument("--kernels", action="store_true", help="print where a step's time goes, by kernel")
@@ -515,7 +533,7 @@ def time_ranks(
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    model = model_config(arguments.shape, arguments.fp8 is not None, arguments.int4)
+    model = model_config(arguments.shape, arguments.fp8 is not None, arguments.int4, arguments.codes)
     config = config_of(arguments, batches, mtp_step, mode, ranks)
     spec = resolve(config, model, model.vocab_size, is_checkpoint=False)
     if ranks == 1:
@@ -528,7 +546,8 @@ def time_ranks(
         "engine": f"compiled-mtp {__version__}",
         "device": torch.cuda.get_device_name(),
         "shape": arguments.shape,
-        "weights": f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16",
+        "weights": arguments.codes
+        or (f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16"),
         "recipe": arguments.fp8 or "bf16",
         "ranks": ranks,
         "mtp_step": mtp_step,
