@@ -32,7 +32,7 @@ class ModelConfig:
     family lacks (experts in a dense model) is 0. `family` is a name in models/family.py. `world` is the
     number of ranks that hold the model together; above 1 the sizes are those of one rank, see `shard`.
     four_bit_group: columns per scale of four-bit weights that no checkpoint fills; 0 for weights of another
-    kind.
+    kind. scaled_codes: the kind of weights in scaled codes that no checkpoint fills, or Q4_K_M, a mixture.
     """
 
     family: str
@@ -66,6 +66,7 @@ class ModelConfig:
     quantized: bool = field(metadata=NOT_TRACED)
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False, metadata=NOT_TRACED)
     four_bit_group: int = field(default=0, metadata=NOT_TRACED)
+    scaled_codes: str = field(default="", metadata=NOT_TRACED)
     world: int = 1
 
     @property

@@ -55,6 +55,7 @@ from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.models.rows import Rows
+from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16
 from compiled_mtp.parallel.leader import LeadRunner
@@ -81,7 +82,8 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
     spec, step, mtp_step = runner.spec, runner.step, runner.step.mtp_step
     config, rows = spec.model, batch * (mtp_step + 1)
     embedding = step.target.embed.weight
-    head = step.target.head_weight
+    codes = step.target.head_codes
+    head_bytes = step.target.head_weight.nbytes if codes is None else codes[0].nbytes + codes[1].nbytes
     # Of drafts' own weights, the names of those that are FP8 now.
     rounded = spec.drafts.formats(config, spec.weight_formats).keys() - spec.weight_formats.keys()
 
@@ -111,7 +113,7 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
     block = kv[0].nbytes / step.kv_cache.block_size
     items = {
         "target_layers": sum(layer_bytes(layer, rows) for layer in step.target.layers),
-        "target_head": float(head.nbytes),
+        "target_head": float(head_bytes),
         "gdn_state": 2.0 * state * batch,
         "target_kv": block * context * batch * config.num_attention_layers,
         "embedding": float(rows * embedding[0].nbytes),
@@ -121,10 +123,11 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
         items["draft_layers"] = layer_bytes(step.draft, rows, "mtp.") + chain
         own = [part for part in (step.draft_head, step.draft_head_scale) if part is not None]
         if has_own_drafts and step.has_own_head(batch):
-            head_bytes = sum(part.nbytes for part in own)
+            draft_head_bytes = sum(part.nbytes for part in own)
         else:
-            head_bytes = (spec.drafts.num_ids or len(head)) * head[0].nbytes
-        items["draft_heads"] = float(head_bytes * mtp_step)
+            num_rows = step.target.num_head_rows
+            draft_head_bytes = head_bytes // num_rows * (spec.drafts.num_ids or num_rows)
+        items["draft_heads"] = float(draft_head_bytes * mtp_step)
         items["draft_kv"] = block * context * batch * mtp_step
     return items
 
@@ -186,15 +189,25 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
     every bucket that is timed."""
     target = runner.step.target
     width = runner.step.mtp_step + 1
-    weights = {
-        module.weight.shape: (module.weight, module.weight_scale)
-        for module in target.modules()
-        if isinstance(module, Linear)
+    linears = [module for module in target.modules() if isinstance(module, Linear)]
+    weights: dict[torch.Size, tuple[torch.Tensor, torch.Tensor | None]] = {
+        m.weight.shape: (m.weight, m.weight_scale) for m in linears if m.parts is None
     }
-    for weight, scale in [*weights.values(), (target.head_weight, None)]:
+    coded = {m.weight.shape: m for m in linears if m.parts is not None}
+    for module in coded.values():
+        assert module.parts is not None
+        columns = module.parts.columns
+        x = torch.randn(max(batches) * width, columns, device=runner.spec.device).bfloat16()
+        whole = module.parts.product(x, *module.codes, False)
+        for batch in batches:
+            part = module.parts.product(x[: batch * width], *module.codes, False)
+            assert torch.equal(part, whole[: batch * width]), f"rows of {columns} columns depend on M"
+    if target.head_codes is None:
+        weights[target.head_weight.shape] = (target.head_weight, None)
+    for weight, scale in weights.values():
         columns = weight.shape[1] * (4 if weight.dtype == torch.int16 else 1)
         x = torch.randn(max(batches) * width, columns, device=runner.spec.device)
-        x = x.to(target.head_weight.dtype)
+        x = x.to(runner.spec.dtype)
         whole = product(x, weight, scale)
         for batch in batches:
             part = product(x[: batch * width], weight, scale)
@@ -443,6 +456,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="GROUP",
         help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
     )
+    parser.add_argument(
+        "--codes",
+        default="",
+        choices=(*KINDS, "Q4_K_M"),
+        help="weights in scaled codes of a kind, or in the mixture Q4_K_M; embedding and head too",
+    )
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
     parser.add_argument(
         "--draft-dtype", default="auto", help="dtype of what only drafts read: auto, weights or float8_e4m3fn"
@@ -546,7 +565,7 @@ def time_ranks(
         torch.cuda.synchronize()
         loaded.append(time.perf_counter())
 
-    model = model_config(arguments.shape, arguments.fp8 is not None, arguments.int4)
+    model = model_config(arguments.shape, arguments.fp8 is not None, arguments.int4, arguments.codes)
     config = config_of(arguments, batches, mtp_step, mode, ranks)
     spec = resolve(config, model, model.vocab_size, is_checkpoint=False)
     if ranks == 1:
@@ -559,7 +578,8 @@ def time_ranks(
         "engine": f"compiled-mtp {__version__}",
         "device": torch.cuda.get_device_name(),
         "shape": arguments.shape,
-        "weights": f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16",
+        "weights": arguments.codes
+        or (f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16"),
         "recipe": arguments.fp8 or "bf16",
         "draft_dtype": "float8_e4m3fn" if spec.drafts.has_fp8_linears else "weights",
         "ranks": ranks,

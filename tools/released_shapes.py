@@ -18,11 +18,13 @@ TIED = {"0.8b", "4b"}
 FP8_SIZE = 40.0
 
 
-def model_config(name: str, quantized: bool = False, four_bit_group: int = 0) -> ModelConfig:
+def model_config(
+    name: str, quantized: bool = False, four_bit_group: int = 0, scaled_codes: str = ""
+) -> ModelConfig:
     """Return the config of a released shape, without its checkpoint.
 
     quantized: with FP8 weights, as the FP8 release has them. four_bit_group: with four-bit weights in groups
-    of this many columns, 0 for none.
+    of this many columns, 0 for none. scaled_codes: with weights of this kind (ops.blocks), or Q4_K_M.
     """
     shape, layers = SHAPES[name], LAYERS[name]
     return ModelConfig(
@@ -56,6 +58,7 @@ def model_config(name: str, quantized: bool = False, four_bit_group: int = 0) ->
         eos_token_ids=(),
         quantized=quantized,
         four_bit_group=four_bit_group,
+        scaled_codes=scaled_codes,
     )
 
 
@@ -66,6 +69,10 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             parameter.uniform_(-1.0, 2.0)
         elif name.endswith("dt_bias"):
             parameter.uniform_(-4.0, -1.0)
+        elif parameter.dtype == torch.int16 and name.endswith("_scale"):
+            _fill_scales(parameter, parameters[name.removesuffix("_scale")])
+        elif parameter.dtype == torch.int16:
+            parameter.random_(-(1 << 15), 1 << 15)
         elif parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
         elif name.endswith("_scale") and parameters[name.removesuffix("_scale")].dtype == torch.int16:
@@ -74,8 +81,6 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             columns = 4 * parameters[name.removesuffix("_scale")].shape[-1]
             scales = torch.full((rows, groups), 0.7 * columns**-0.5 / 4, dtype=parameter.dtype)
             parameter.copy_(pack_groups(scales, torch.full((rows, groups), 8)))
-        elif parameter.dtype == torch.int16:
-            parameter.random_(-(1 << 15), 1 << 15)
         elif name.endswith("_scale"):
             # One scale per block of 128 columns; FP8 values have about the size FP8_SIZE.
             parameter.fill_(0.7 * (128 * parameter.shape[-1]) ** -0.5 / FP8_SIZE)
@@ -91,6 +96,19 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
                 whole = parameter.view(torch.uint8) if parameter.element_size() == 1 else parameter
                 for index in range(1, parameter.shape[0]):
                     whole[index].copy_(whole[0].roll(index, 0))
+
+
+def _fill_scales(scales: torch.Tensor, words: torch.Tensor) -> None:
+    """Fill the scales of scaled codes with small numbers, whatever their kind."""
+    if scales.dim() == 3 and scales.shape[2] == 2:
+        # MXFP4: 2^-7.
+        scales.fill_(0x7878)
+        return
+    # As float16 0.0002 to 0.0005, as e4m3 some 0.02, as scales of six bits and of bytes 12 to 16.
+    scales.view(torch.uint8).random_(0x0C, 0x11)
+    if scales.dim() == 3 and scales.shape[0] * 32 > words.shape[1]:
+        # NVFP4: the factors of rows, in the first half of each block of the last unit.
+        scales[-1].view(-1, 2, 32)[:, 0].view(torch.float32).fill_(0.2)
 
 
 def rate_for(mean_new_tokens: float, mtp_step: int) -> float:

@@ -6,7 +6,7 @@ block of 16 rows; where their kinds differ, it has several parts, and a product 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,6 +14,7 @@ from compiled_mtp.errors import check
 from compiled_mtp.gguf.tensors import StoredTensor
 from compiled_mtp.models.formats.fp4 import MXFP4, NVFP4
 from compiled_mtp.models.layout import Layout, WeightShard
+from compiled_mtp.models.stored import EMBEDDING, HEAD
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import CodedRows, Formats, WeightFormat, coded_part, scaled_codes
 from compiled_mtp.ops import blocks
@@ -42,9 +43,37 @@ def scaled_code_formats(layout: Layout, weights: Mapping[str, StoredWeight], dev
     These are weights of products, embeddings and heads all of whose stored tensors have such codes. `layout`
     must be made for formats in which every in_proj keeps its codes.
     """
+    return _formats_of(layout, lambda name: kind_of(weights.get(name)), device)
+
+
+def made_up_coded_formats(layout: Layout, kind: str, num_layers: int, device: torch.device) -> Formats:
+    """The formats of a model in scaled codes that is filled without a checkpoint.
+
+    kind: one of ops.blocks.KINDS, or Q4_K_M, whose types llama.cpp chooses by tensor and layer.
+    """
+    if kind == "Q4_K_M":
+        return _formats_of(layout, lambda name: _kind_in_q4_k_m(name, num_layers), device)
+    return _formats_of(layout, lambda name: kind, device)
+
+
+def _kind_in_q4_k_m(name: str, num_layers: int) -> str:
+    """The type of a stored tensor in a file of Q4_K_M."""
+    if name in (EMBEDDING, HEAD):
+        return "Q6_K"
+    if "in_proj_qkv" in name:
+        return "Q5_K"
+    if "v_proj" in name or "down_proj" in name:
+        layer = 0 if name.startswith("mtp.") else int(name.split(".")[1])
+        eighth = num_layers // 8
+        if layer < eighth or layer >= num_layers - eighth or (layer - eighth) % 3 == 2:
+            return "Q6_K"
+    return "Q4_K"
+
+
+def _formats_of(layout: Layout, kind_of: Callable[[str], str | None], device: torch.device) -> Formats:
     kinds: dict[str, dict[int, tuple[int, str | None]]] = {}
     for name, stored in layout.items():
-        kind = kind_of(weights.get(name))
+        kind = kind_of(name)
         for piece in stored.pieces:
             is_whole = piece.start % blocks.ROWS == piece.rows % blocks.ROWS == 0 and piece.expert is None
             kinds.setdefault(piece.parameter, {})[piece.start] = (piece.rows, kind if is_whole else None)

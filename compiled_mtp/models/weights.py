@@ -29,7 +29,12 @@ from compiled_mtp.models.four_bits import (
 )
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
-from compiled_mtp.models.scaled_codes import fill_scaled_codes, has_scaled_codes, scaled_code_formats
+from compiled_mtp.models.scaled_codes import (
+    fill_scaled_codes,
+    has_scaled_codes,
+    made_up_coded_formats,
+    scaled_code_formats,
+)
 from compiled_mtp.models.shards import shard_layout
 from compiled_mtp.models.stored_weight import Region, StoredWeight
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
@@ -58,7 +63,8 @@ def read_formats(
     """
     headers = {} if path is None else read_stored(Path(path))
     may_have_codes = dtype == torch.bfloat16 and (bool(config.four_bit_group) or has_codes(headers))
-    may_have_blocks = dtype == torch.bfloat16 and world == 1 and has_scaled_codes(headers)
+    may_have_blocks = dtype == torch.bfloat16 and world == 1
+    may_have_blocks = may_have_blocks and (bool(config.scaled_codes) or has_scaled_codes(headers))
     if not config.quantized and not may_have_codes and not may_have_blocks:
         return NO_FORMATS
     if path is not None:
@@ -74,6 +80,9 @@ def read_formats(
     formats: Formats = NO_FORMATS
     if config.quantized:
         formats = formats_for(recipe, kept_columns(layout, FP8, is_stored), device)
+    if may_have_blocks and path is None:
+        kind = config.scaled_codes
+        return {**formats, **made_up_coded_formats(layout, kind, config.num_layers, device)}
     if may_have_blocks:
         formats = {**formats, **scaled_code_formats(layout, headers, device)}
     if not may_have_codes:
@@ -108,7 +117,7 @@ def check_weights(
     if extra:
         logger.warning("skipped tensors of %s (allow_extra_tensors): %s", path, first_few(extra))
     part = shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows)
-    needed = _count_bytes(part, formats, dtype)
+    needed = count_parameters(part, formats, dtype)
     read = {name: weights[name] for name in whole}
     packed = describe_packed({name: read[name] for name in _multiplied_out(whole, formats)})
     how = f" ({packed}, multiplied out)" if packed else ""
@@ -130,10 +139,10 @@ def count_weights(
     """The bytes of the parameters of a checkpoint with `weights`, which `check_weights` checks."""
     layout = FAMILIES[config.family].layout(config, weights, formats)
     read = {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
-    return _count_bytes(read, formats, dtype)
+    return count_parameters(read, formats, dtype)
 
 
-def _count_bytes(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
+def count_parameters(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
     """The bytes of the parameters that `layout` fills, without the factors of FP8 weights."""
     count = 0
     for stored in layout.values():

@@ -30,11 +30,11 @@ def make_inputs(device: str, seed: int, rows: int, n: int, k: int, kind: str) ->
     weight = torch.empty(n, k // UNIT * form.words, dtype=INT16, device=device)
     weight.random_(-(1 << 15), 1 << 15, generator=generator)
     # Positive numbers of moderate size as float16, as e4m3 and as exponents.
-    fields = torch.randint(0x2020, 0x2828, (n, k // UNIT, form.fields), device=device, generator=generator)
-    if kind == "MXFP4":
-        fields += 0x5050
+    numbers = torch.empty(n, k // UNIT, 2 * form.fields, dtype=torch.uint8, device=device)
+    least = 0x70 if kind == "MXFP4" else 0x20
+    fields = numbers.random_(least, least + 9, generator=generator).view(INT16)
     factor = torch.full((n,), 0.01, device=device) if form.has_factor else None
-    return x, weight, pack_scales(fields.to(INT16), form, factor)
+    return x, weight, pack_scales(fields, form, factor)
 
 
 def call(
