@@ -72,7 +72,8 @@ def _q6_k(b: Tensor) -> Parts:
 
 
 def _q8_0(b: Tensor) -> Parts:
-    return b[..., 2:].flatten(1), _bits(b[..., :2], torch.int16).reshape(len(b), -1, UNIT // 32)
+    # Signed bytes; the kind's codes are 128 more.
+    return b[..., 2:].flatten(1) ^ 128, _bits(b[..., :2], torch.int16).reshape(len(b), -1, UNIT // 32)
 
 
 def _q4_0(b: Tensor) -> Parts:

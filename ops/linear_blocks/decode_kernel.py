@@ -1,8 +1,9 @@
 """Decodes units of scaled codes (ops.blocks) to bfloat16 values, 16 or 32 columns at a time.
 
 A code in the last bits of float32's 2^23 is 2^23 + q, or 2^23 + 16 q where it stays at a higher bit: one
-subtraction gives q, and a power of two in the scale undoes the shift. Every value is one float32 number, s *
-q + o, rounded once to bfloat16; s * q is exact.
+subtraction gives q, and a power of two in the scale undoes the shift. The bits of 2^23 are an argument of
+kernels, because an instruction that combines bits takes only one constant. Every value is one float32 number,
+s * q + o, rounded once to bfloat16; s * q is exact.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import triton.language as tl
 
 from compiled_mtp.ops.blocks import IQ4
 
-# Bits of 2^23.
-MAGIC = tl.constexpr(0x4B000000)
+# The bits of 2^23: kernels get them as the argument `magic`.
+MAGIC = 0x4B000000
 TWO_23 = tl.constexpr(8388608.0)
 
 
@@ -118,46 +119,50 @@ def scales_of(fields, SLICE: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexp
 
 @triton.jit
 def number_of(bits, LESS: tl.constexpr):
-    """The float32 number of an int32 below 2^23, less LESS."""
-    return (bits | MAGIC).to(tl.float32, bitcast=True) - (TWO_23 + LESS)
+    """The number in the last bits of 2^23, less LESS, as float32."""
+    return bits.to(tl.float32, bitcast=True) - (TWO_23 + LESS)
 
 
 @triton.jit
-def decode_part(codes, fields, row, PART: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
+def decode_part(codes, fields, row, magic, PART: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr):
     """The bfloat16 values [WIDTH, BN] of part PART of a unit: WIDTH neighbouring columns."""
     SLICE: tl.constexpr = PART * WIDTH // 32
     HALF: tl.constexpr = PART * WIDTH % 32 // 16
     words = codes[HALF].to(tl.int32)
+    # The 0 of a loaded number keeps the compiler from filling a tile with `magic`, and from computing shifts,
+    # outside the loop, in a layout that is not the product's.
+    zero = field_of(fields, 0) >> 16
+    magic = (magic | zero)[None, :]
     s, o = scales_of(fields, SLICE, HALF, KIND)
     # Where a code stays at its bits of the word.
     down: tl.constexpr = 1.0 / (1 << (4 * SLICE))
     if KIND == "Q4_K":
-        value = number_of(words & (15 << (4 * SLICE)), 0.0) * (s * down) + o
+        value = number_of((words & (15 << (4 * SLICE))) | magic, 0.0) * (s * down) + o
     elif KIND == "Q5_K":
-        # The 0 of a loaded number keeps the compiler from computing the shift outside the loop, in a layout
-        # that is not the product's.
-        shift = row % 2 * 8 + (field_of(fields, 0) >> 16)
+        shift = row % 2 * 8 + zero
         above = codes[2].to(tl.int32) >> shift[None, :]
-        code = ((words >> (4 * SLICE)) & 15) | (((above >> (SLICE + 4 * HALF)) << 4) & 16)
+        high = (((above >> (SLICE + 4 * HALF)) << 4) & 16) | magic
+        code = ((words >> (4 * SLICE)) & 15) | high
         value = number_of(code, 0.0) * s + o
     elif KIND == "Q6_K":
         above = codes[2].to(tl.int32)
-        code = ((words >> (4 * SLICE)) & 15) | (((above >> (2 * SLICE + 8 * HALF)) << 4) & 48)
+        high = (((above >> (2 * SLICE + 8 * HALF)) << 4) & 48) | magic
+        code = ((words >> (4 * SLICE)) & 15) | high
         value = number_of(code, 32.0) * s
     elif KIND == "Q8_0":
         both = codes[SLICE // 2].to(tl.int32)
         if SLICE % 2 == 0:
-            value = number_of((both & 0xFF) ^ 0x80, 128.0) * s
+            value = number_of((both & 0xFF) | magic, 128.0) * s
         else:
-            value = number_of((both & 0xFF00) ^ 0x8000, 32768.0) * (s * 0.00390625)
+            value = number_of((both & 0xFF00) | magic, 32768.0) * (s * 0.00390625)
     elif KIND == "Q4_0":
-        value = number_of(words & (15 << (4 * SLICE)), 8.0 * (1 << (4 * SLICE))) * (s * down)
+        value = number_of((words & (15 << (4 * SLICE))) | magic, 8.0 * (1 << (4 * SLICE))) * (s * down)
     elif KIND == "IQ4_XS":
         code = words >> (4 * SLICE)
         low = tl.where((code & 4) == 0, IQ4_0, IQ4_4)
         high = tl.where((code & 4) == 0, IQ4_8, IQ4_12)
         four = tl.where((code & 8) == 0, low, high)
-        value = number_of((four >> ((code & 3) * 8)) & 0xFF, 128.0) * s
+        value = number_of(((four >> ((code & 3) * 8)) & 0xFF) | magic, 128.0) * s
     else:
         # Exponent and mantissa of e2m1 as those of a tiny float32, and its sign.
         code = words >> (4 * SLICE)

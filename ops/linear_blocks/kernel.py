@@ -18,7 +18,7 @@ from compiled_mtp.ops.blocks import KINDS, UNIT
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.k_splits import count_k_splits
 from compiled_mtp.ops.linear_blocks.config import BlocksConfig, configuration
-from compiled_mtp.ops.linear_blocks.decode_kernel import decode_part, load_codes, load_fields
+from compiled_mtp.ops.linear_blocks.decode_kernel import MAGIC, decode_part, load_codes, load_fields
 from compiled_mtp.ops.prefill_triton import launch_prefill
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -38,6 +38,7 @@ def sum_k_splits(
     fields_step,
     factor,
     units,
+    magic,
     row,
     rows,
     first,
@@ -63,7 +64,7 @@ def sum_k_splits(
             codes = load_codes(unit_at, row_in_block, WIDTH, KIND)
             fields = load_fields(fields_at, row_in_block, FIELDS)
             for part in tl.static_range(128 // WIDTH):
-                values = decode_part(codes, fields, row_in_block, part, WIDTH, KIND)
+                values = decode_part(codes, fields, row_in_block, magic, part, WIDTH, KIND)
                 grown = ()
                 for tile in tl.static_range(ROW_TILES):
                     inside = (row + tile * BM < rows)[:, None]
@@ -92,6 +93,7 @@ def sum_k_splits(
             fields_step,
             factor,
             units,
+            magic,
             row,
             rows,
             first,
@@ -113,6 +115,7 @@ def sum_k_splits(
             fields_step,
             factor,
             units,
+            magic,
             row,
             rows,
             first + half,
@@ -153,6 +156,7 @@ def blocks_kernel(
     weight_stride,
     units,
     all_units,
+    magic,
     BM: tl.constexpr,
     BN: tl.constexpr,
     ROW_TILES: tl.constexpr,
@@ -217,6 +221,7 @@ def blocks_kernel(
         fields_step,
         factor_of(fields_at + all_units * fields_step, row_in_block, KIND),
         units,
+        magic,
         row,
         rows,
         0,
@@ -255,6 +260,7 @@ def block_rows_kernel(
     out,
     rows,
     n,
+    magic,
     BN: tl.constexpr,
     HAS_IDS: tl.constexpr,
     KIND: tl.constexpr,
@@ -279,7 +285,7 @@ def block_rows_kernel(
     factor = factor_of(fields_at + units.to(tl.int64) * step, in_block, KIND)
     to = out + (row.to(tl.int64) * units + unit)[None, :] * 128 + tl.arange(0, WIDTH)[:, None]
     for part in tl.static_range(128 // WIDTH):
-        values = decode_part(codes, fields, in_block, part, WIDTH, KIND)
+        values = decode_part(codes, fields, in_block, magic, part, WIDTH, KIND)
         if KIND == "NVFP4":
             values = (values.to(tl.float32) * factor[None, :]).to(tl.bfloat16)
         tl.store(to + part * WIDTH, values, mask=inside[None, :])
@@ -337,6 +343,7 @@ def decode_rows(
         out,
         rows,
         n,
+        MAGIC,
         BN=block,
         HAS_IDS=ids is not None,
         KIND=kind,
@@ -394,6 +401,7 @@ def launch_config(
         weight.stride(0),
         units // k_splits,
         units,
+        MAGIC,
         BM=config.block_m,
         BN=config.block_n,
         ROW_TILES=config.row_tiles,
