@@ -226,39 +226,16 @@ def launch(args: Any) -> torch.Tensor:
     strides = (*kv.stride()[:4], *scale_strides, block_table.stride(0))
     scale_log2 = args.softmax_scale * math.log2(math.e)
     tiles = {
-        "HKV": hkv,
-        "GROUP": hq // hkv,
-        "HD": hd,
-        "BM": config.BM,
-        "BN": config.BN,
-        "HAS_SCALE": kv_scale is not None,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+        "HKV": hkv, "GROUP": hq // hkv, "HD": hd, "BM": config.BM, "BN": config.BN,
+        "HAS_SCALE": kv_scale is not None, "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
     if not is_verify:
         prefill_kernel[(hq, rows // config.BM + num_requests)](
-            q,
-            gate,
-            kv,
-            scales,
-            block_table,
-            positions,
-            first_row,
-            length,
-            out,
-            *q.stride()[:2],
-            *gate.stride()[:2],
-            *strides,
-            num_requests,
-            max_blocks,
-            block_size,
-            first_key,
-            scale_log2,
-            IN_ONE_BLOCK=block_size % config.BN == 0,
-            MOST=max(MAX_PROMPT_CHUNKS, triton.next_power_of_2(num_requests)),
-            **tiles,
-            **FUSION,
-        )
+            q, gate, kv, scales, block_table, positions, first_row, length, out, *q.stride()[:2],
+            *gate.stride()[:2], *strides, num_requests, max_blocks, block_size, first_key, scale_log2,
+            IN_ONE_BLOCK=block_size % config.BN == 0, MOST=max(MAX_PROMPT_CHUNKS,
+            triton.next_power_of_2(num_requests)), **tiles, **FUSION,
+        )  # fmt: skip
         return out
     has_pdl = device.has_dependent_launch
     num_splits = count_splits(max_blocks * block_size)
@@ -271,60 +248,18 @@ def launch(args: Any) -> torch.Tensor:
     part_sum = torch.empty((partials, hd), dtype=torch.float32, device=q.device)
     part_largest, part_total = torch.empty((2, partials), dtype=torch.float32, device=q.device).unbind()
     verify_kernel[(programs,)](
-        q,
-        kv,
-        scales,
-        block_table,
-        positions,
-        part_sum,
-        part_largest,
-        part_total,
-        *q.stride()[:2],
-        *strides,
-        num_requests,
-        query_len,
-        max_blocks,
-        num_splits,
-        first_key,
-        scale_log2,
-        MAX_REQUESTS=most_requests,
-        MAX_WINDOW=MAX_VERIFY_WINDOW,
-        GROUP_SPLITS=GROUP_SPLITS,
-        HAS_GROUPS=has_groups,
-        BLOCK_SIZE=block_size,
-        TAIL_STAGES=config.tail_stages,
-        PDL=has_pdl,
-        launch_pdl=has_pdl,
-        **tiles,
-        **FUSION,
-    )
+        q, kv, scales, block_table, positions, part_sum, part_largest, part_total, *q.stride()[:2],
+        *strides, num_requests, query_len, max_blocks, num_splits, first_key, scale_log2,
+        MAX_REQUESTS=most_requests, MAX_WINDOW=MAX_VERIFY_WINDOW, GROUP_SPLITS=GROUP_SPLITS,
+        HAS_GROUPS=has_groups, BLOCK_SIZE=block_size, TAIL_STAGES=config.tail_stages, PDL=has_pdl,
+        launch_pdl=has_pdl, **tiles, **FUSION,
+    )  # fmt: skip
     width = min(hd, 64)
     combine_kernel[(rows * hq, hd // width)](
-        part_sum,
-        part_largest,
-        part_total,
-        gate,
-        positions,
-        out,
-        *gate.stride()[:2],
-        num_requests,
-        query_len,
-        num_splits,
-        max_blocks * block_size,
-        first_key,
-        programs,
-        HKV=hkv,
-        GROUP=hq // hkv,
-        HD=hd,
-        BD=width,
-        MAX_REQUESTS=most_requests,
-        GROUP_SPLITS=GROUP_SPLITS,
-        HAS_GROUPS=has_groups,
-        FIRST_GROUPS=FIRST_GROUPS,
-        NEXT_GROUPS=NEXT_GROUPS,
-        PDL=has_pdl,
-        launch_pdl=has_pdl,
-        num_warps=COMBINE_WARPS,
-        **FUSION,
-    )
+        part_sum, part_largest, part_total, gate, positions, out, *gate.stride()[:2], num_requests,
+        query_len, num_splits, max_blocks * block_size, first_key, programs, HKV=hkv, GROUP=hq // hkv,
+        HD=hd, BD=width, MAX_REQUESTS=most_requests, GROUP_SPLITS=GROUP_SPLITS, HAS_GROUPS=has_groups,
+        FIRST_GROUPS=FIRST_GROUPS, NEXT_GROUPS=NEXT_GROUPS, PDL=has_pdl, launch_pdl=has_pdl,
+        num_warps=COMBINE_WARPS, **FUSION,
+    )  # fmt: skip
     return out
