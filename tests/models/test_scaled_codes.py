@@ -148,4 +148,4 @@ def test_tokens_do_not_depend_on_depth_with_packed_embedding_and_head(tmp_path: 
     plainly = tokens_of(path, mtp_step=0)
     assert tokens_of(path, mtp_step=2) == plainly
     assert tokens_of(path, mtp_step=2, draft_vocab=64) == plainly
-    assert tokens_of(path, mtp_step=2, draft_head_dtype="float8_e4m3fn") == plainly
+    assert tokens_of(path, mtp_step=2, draft_dtype="float8_e4m3fn") == plainly
