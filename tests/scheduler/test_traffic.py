@@ -83,6 +83,7 @@ class Traffic:
             copy_delay=traffic["copy_delay"],
             host_blocks=traffic["real_host_blocks"],
         )
+        self.num_preempted = 0
         self.requests: dict[tuple[str, int], Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
@@ -164,7 +165,9 @@ class Traffic:
                 self.runner.broken.add((self.requests[rng.choice(live), 0].history.seed, rng.randint(0, 9)))
             else:
                 setattr(self.runner, fault, True)
-        if live and rng.random() < traffic["move_rate"]:
+        # A prompt of 400 tokens takes 50 launches: preempted again and again, it would not end.
+        if live and self.num_preempted < 30 and rng.random() < traffic["move_rate"]:
+            self.num_preempted += 1
             preempt_one(scheduler, rng.choice(live))
 
     def take(self, outputs: list[RequestOutput]) -> None:
