@@ -123,3 +123,34 @@ def test_the_package_exports_its_public_names() -> None:
     import compiled_mtp
 
     assert dir(compiled_mtp) == sorted(compiled_mtp.__all__)
+
+
+# Packages that the extras bring, and that the tests' environment therefore has.
+EXTRAS = (
+    "numpy",
+    "llguidance",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "huggingface_hub",
+    "httpx",
+)
+WITHOUT_EXTRAS = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from compiled_mtp.cli.main import main
+sys.exit(main(["run", "--prompt", "def f(", "--max-tokens", "4", "--temperature", "0"]))
+"""
+
+
+def test_the_required_packages_are_enough_to_decode() -> None:
+    ran = run(sys.executable, "-c", WITHOUT_EXTRAS.format(names=EXTRAS), cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout

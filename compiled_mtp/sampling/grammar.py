@@ -19,15 +19,15 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from compiled_mtp.errors import escape
 from compiled_mtp.sampling.grammar_source import GrammarSource, Schema, children
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from numpy.typing import NDArray
 
 # States of one lexer; each takes about 450 bytes.
 _MAX_LEXER_STATES = 100_000
