@@ -159,7 +159,7 @@ def test_same_tokens_with_drafts_in_fp8(tmp_path: Path, family: str, dtype: str,
 
 
 def test_auto_drafts_in_fp8(directory: Path) -> None:
-    """What becomes FP8 is no longer in memory in another dtype; what was stored in FP8 stays as it was."""
+    """Weights that become FP8 leave no copy in another dtype; stored FP8 weights keep their bits."""
     engine = gpu_engine(directory, dtype="bfloat16")
     step, spec = engine.runner.step, engine.runner.spec
     assert spec.drafts.has_fp8_linears
