@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-# Words of `control`, in host memory. Word 0 is the fault: 0, -1 after the host's abort, or the missing rank
-# + 1; kernels stop waiting unless it is 0. Word 1 is the limit: the nanoseconds that a kernel waits for a rank.
+# Words of `control`, in host memory. Word 0 is the fault: 0, -1 after the host's abort, or the missing
+# rank + 1; kernels stop waiting unless it is 0. Word 1 is the limit: how many nanoseconds a kernel waits.
 
 
 @triton.jit
