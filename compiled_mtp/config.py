@@ -277,6 +277,10 @@ class EngineConfig(BaseSettings):
         "the others are derived from it and their number; default: from the operating system",
         json_schema_extra=NOT_TRACED,
     )
+    scoring: bool = Field(
+        default=False,
+        description="True for `Engine.score`: every slot then has room for the ids of a given output",
+    )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
     )

@@ -55,10 +55,13 @@ def conclude_first(
     positions: torch.Tensor,
     num_drafts: int,
     masks: torch.Tensor | None = None,
+    *,
+    is_given: bool = False,
 ) -> torch.Tensor:
     """Draw, commit and draft from the results of `first_logits`; return what `first_token` does.
 
-    masks [B, words] int32 as `sample` takes them, None to allow every id.
+    masks [B, words] int32 as `sample` takes them, None to allow every id. is_given: the whole output of every
+    request is given, so nothing is drafted; ids 0 take the place of drafts.
     """
     slots = step.slots
     index = state_index.to(torch.int64)
@@ -79,8 +82,8 @@ def conclude_first(
     # Write every slot's history; `sample` reads only those of requests with penalties or bad words.
     slots.output_counts[index, token] = slots.output_counts[index, token] + is_live
     slots.recent_ids[index, positions % RECENT_IDS] = token
-    drafts = token.new_empty((token.shape[0], 0))
-    if step.draft is not None:
+    drafts = token.new_zeros((token.shape[0], num_drafts if is_given else 0))
+    if step.draft is not None and not is_given:
         rows = rows_at(step, state_index, index, start=positions, count=1, base=positions)
         drafted = step.draft_forward(token, hidden, rows)
         chain = place_chain(

@@ -236,6 +236,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         model.vocab_size,
         spec.dtype,
         device,
+        num_forced=memory.max_model_len if config.scoring else 0,
     )
     return Step(
         target,

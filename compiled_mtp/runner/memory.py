@@ -218,7 +218,7 @@ def cache_shape(spec: EngineSpec) -> CacheShape:
         conv_bytes=spec.dtype.itemsize,
         ring_length=ring_length(spec.mtp_step, model.conv_kernel),
         kv_scale_bytes=scale_bytes,
-        sampling_bytes=sampling_bytes(model.vocab_size),
+        sampling_bytes=sampling_bytes(model.vocab_size, spec.max_model_len if spec.config.scoring else 0),
         hidden_bytes=model.hidden_size * spec.dtype.itemsize,
     )
 
