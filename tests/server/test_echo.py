@@ -113,7 +113,7 @@ def test_no_output_is_for_requests_about_their_prompts(server: Running) -> None:
         create(model="m", prompt=TEXT, max_tokens=0)
     with pytest.raises(openai.BadRequestError, match="echo must be left out of a stream, got True"):
         create(model="m", prompt=TEXT, echo=True, stream=True)
+    messages = [{"role": "user", "content": "x"}]
+    chat: Any = client.chat.completions.create
     with pytest.raises(openai.BadRequestError, match="echo must be false, got True"):
-        messages = [{"role": "user", "content": "x"}]
-        chat: Any = client.chat.completions.create
         chat(model="m", messages=messages, extra_body={"echo": True})
