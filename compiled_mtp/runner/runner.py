@@ -79,6 +79,7 @@ class Runner:
             self.moves.wait()
             self._is_wait_due = False
         if plan is not None:
+            self._enter_device()
             try:
                 self._launches.append((plan, *self._launch(plan)))
                 self.num_launched += 1
@@ -130,6 +131,12 @@ class Runner:
                 torch.cuda.synchronize(self.spec.device)
             except RuntimeError as error:  # Every request's caller has got this error already.
                 logger.error("the device failed", exc_info=error)
+
+    def _enter_device(self) -> None:
+        """Make the engine's GPU the calling thread's current one: kernels are launched there."""
+        device = self.spec.device
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            torch.cuda.set_device(device)
 
     def _launch(self, plan: StepPlan) -> tuple[_HostBuffer, tuple[int, ...]]:
         failed = self.moves.carry_out(plan)
