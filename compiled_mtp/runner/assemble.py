@@ -82,8 +82,7 @@ def build(
         draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
-    config = spec.config
-    buckets = ladders(_row_unit(spec, target), spec.shapes, config.max_batch, config.batch_sizes)
+    buckets = make_buckets(spec, target)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
@@ -252,6 +251,12 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         config.synthetic_acceptance,
         draft_head,
     )
+
+
+def make_buckets(spec: EngineSpec, target: TargetModel) -> tuple[Bucket, ...]:
+    """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
+    config = spec.config
+    return ladders(_row_unit(spec, target), spec.shapes, config.max_batch, config.batch_sizes)
 
 
 def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
