@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from compiled_mtp.ops.blocks import IQ4
 from compiled_mtp.ops.left_operand import spread
 
-
 # The bits of 2^23.
 MAGIC = "0x4B000000"
 
