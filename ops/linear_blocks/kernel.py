@@ -12,7 +12,6 @@ from compiled_mtp.ops.linear_blocks.config import tile_of
 from compiled_mtp.ops.linear_blocks.product_kernel import launch_tile
 from compiled_mtp.ops.linear_blocks.values_kernel import decode_rows, values_of
 from compiled_mtp.ops.prefill_triton import launch_prefill
-from compiled_mtp.ops.silu_mul import silu_mul
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -24,9 +23,6 @@ def launch(args: Any) -> torch.Tensor:
 
 def launch_linear_blocks_silu_mul(args: Any) -> torch.Tensor:
     weights = (args.weight, args.weight_scale, args.kind)
-    if args.weight.shape[0] % 32:
-        # No tile holds half a block of 16 rows of the gate and its partners.
-        return silu_mul.launch(launch_product(args.x, *weights, 1, args.x.dtype)[0])
     return launch_product(args.x, *weights, 1, args.x.dtype, gated=True)[0]
 
 

@@ -75,7 +75,14 @@ def _sums(x: Tensor, values: Tensor, factor: Tensor | None) -> Tensor:
     return y if factor is None else y * factor
 
 
-@operator(launches=LAUNCHES, check=_weight_fits)
+def _halves_fit(kind: str, K: int, W: int, U: int, S: int, N: int) -> None:
+    _weight_fits(kind, K, W, U, S, N)
+    if N % (2 * ROWS):
+        rule = f"have {ROWS} or a multiple of {ROWS} rows for gate and up each"
+        raise fail("weight", rule, f"{N} rows", "multiply with linear_blocks and call silu_mul")
+
+
+@operator(launches=LAUNCHES, check=_halves_fit)
 def linear_blocks_silu_mul(
     x: Rows, weight: Words, weight_scale: Scales, kind: str
 ) -> Annotated[Tensor, "M N//2", BF16]:

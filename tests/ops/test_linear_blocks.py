@@ -234,3 +234,9 @@ def test_errors_name_the_argument_that_does_not_fit(change: dict[str, object], m
     given = {"x": torch.zeros(3, 256).bfloat16(), "weight": weight, "weight_scale": scale, "kind": kind}
     with pytest.raises(ValueError, match=message):
         linear_blocks(**{**given, **change})
+
+
+def test_gate_and_up_need_whole_blocks_of_rows() -> None:
+    x = torch.zeros(3, 256).bfloat16()
+    with pytest.raises(ValueError, match=r"^weight must have 16 or a multiple of 16 rows for gate and up"):
+        linear_blocks_silu_mul(x, *scaled_codes("Q4_K", 48, 256))
