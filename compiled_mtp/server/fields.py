@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from compiled_mtp.sampling.params import REFUSED
+from compiled_mtp.sampling.parameter_checks import REFUSED
 
 UNKNOWN_FIELD = "unknown_field"
 UNREAD_FIELD = "unread_field"

@@ -226,4 +226,12 @@ def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) 
         service.engine.close()
 
 
+def wait_for_none_open(server: Running) -> None:
+    """Wait until the service has no open request; fail after 5 seconds."""
+    deadline = time.monotonic() + 5
+    while server.service.engine.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.service.engine.num_open == 0
+
+
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
