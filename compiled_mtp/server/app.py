@@ -26,6 +26,8 @@ from compiled_mtp.server.errors import ApiError, api_of
 from compiled_mtp.server.generation import Service
 from compiled_mtp.server.openai import OpenAIHandlers
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody, TokenizeBody
+from compiled_mtp.server.responses import ResponsesHandlers
+from compiled_mtp.server.responses_models import ResponsesBody
 from compiled_mtp.server.sse import ClientGoneError
 from compiled_mtp.server.static import add_page
 
@@ -37,6 +39,7 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
+    "/v1/responses": ResponsesBody,
 }
 _REFS = "#/components/schemas/{model}"
 
@@ -75,6 +78,7 @@ def create_app(service: Service) -> FastAPI:
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     openai, anthropic = OpenAIHandlers(service), AnthropicHandlers(service)
+    responses = ResponsesHandlers(service)
 
     async def health() -> Response:
         status = service.engine.status
@@ -89,7 +93,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/tokenize": openai.tokenize,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
-        "/v1/responses": openai.responses,
+        "/v1/responses": responses.create,
     }
     for path, handler in posts.items():
         extra = None
@@ -101,6 +105,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     gets: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/models": openai.models,
         "/v1/models/{name:path}": openai.model,
+        "/v1/responses/{response_id}": responses.retrieve,
         "/health": health,
         "/metrics": metrics,
     }
@@ -108,6 +113,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
         # HEAD has its own route: a route of two methods would be in the document twice under one id.
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+    path = "/v1/responses/{response_id}"
+    app.add_api_route(path, responses.delete, methods=["DELETE"], response_model=None)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

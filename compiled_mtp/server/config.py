@@ -78,6 +78,11 @@ class ServerConfig(BaseSettings):
     max_schema_bytes: int = Field(
         default=64 * 1024, ge=2, description="bytes of response_format, and of tools"
     )
+    max_stored_bytes: int = Field(
+        default=64 * 2**20,
+        ge=0,
+        description="bytes of the answers of /v1/responses that clients may continue, 0 to store none",
+    )
     template_kwargs: _Names = Field(
         default=("enable_thinking", "preserve_thinking"),
         description="names that chat_template_kwargs may hold, separated by commas",

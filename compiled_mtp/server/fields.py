@@ -45,6 +45,24 @@ class Unread:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class Refused:
+    """Marks a field of the API that the service does not have: it must be null. `remedy` says what to do."""
+
+    remedy: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], CoreSchema]) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        return {"type": "null"}
+
+    def _check(self, value: Any) -> None:
+        if value is not None:
+            context = {"rule": "be left out", "remedy": self.remedy}
+            raise PydanticCustomError(UNREAD_FIELD, "must be left out", context)
+
+
 # A field that clients send by default, and that has no effect.
 Ignored = Annotated[Any, Unread(), Field(default=None, description="accepted, changes nothing")]
 
