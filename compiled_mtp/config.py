@@ -32,6 +32,8 @@ ENV_PREFIX = "COMPILED_MTP_"
 # Variables with this prefix belong to the service; EngineConfig does not refuse them as unknown.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
+# max_batch: its limit, its default, and the largest default on a GPU.
+MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 64, 8, 32
 # The remedy for a checkpoint without an MTP head.
 HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of
@@ -177,7 +179,14 @@ class EngineConfig(BaseSettings):
         "commas; the largest one sets the size of buffers",
         json_schema_extra=NOT_TRACED,
     )
-    max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
+    max_batch: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_BATCH,
+        description=f"the most requests decoded together, 1 to {MOST_BATCH}; default: {DEFAULT_BATCH}, on a "
+        f"GPU up to {DEFAULT_GPU_BATCH} if its memory holds 4,096 tokens of each",
+        json_schema_extra=NOT_TRACED,
+    )
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
         description="batch sizes with a compiled shape of their own, separated by commas; default: doubling "
@@ -379,10 +388,11 @@ class EngineConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _batches_fit(self) -> EngineConfig:
-        if any(not 1 <= batch <= self.max_batch for batch in self.batch_sizes or ()):
+        most = self.max_batch or MOST_BATCH
+        if any(not 1 <= batch <= most for batch in self.batch_sizes or ()):
             raise fail(
                 "batch_sizes",
-                f"lie in 1..{self.max_batch} (max_batch)",
+                f"lie in 1..{most} (max_batch)",
                 list(self.batch_sizes or ()),
                 "raise max_batch or drop the others",
             )
