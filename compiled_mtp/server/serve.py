@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -31,6 +29,7 @@ from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import ServedEngine, Service
+from compiled_mtp.server.log import start_log
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
@@ -201,7 +200,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 limit_concurrency=config.max_connections,
-                timeout_keep_alive=config.keep_alive_timeout_s,
+                timeout_keep_alive=config.keep_alive_s,
                 timeout_graceful_shutdown=5,
             )
         )
@@ -250,6 +249,9 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     config.read_keys()
     listener = _listen(config)
     try:
+        host, port = listener.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("%s will serve %s once it is loaded", address, engine_config.model)
         with leaving():
             from compiled_mtp.engine import Engine
             from compiled_mtp.frontend.checkpoint import open_frontend
@@ -266,8 +268,6 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
             engine, frontend.tokenizer, frontend.path, engine.runner.memory.max_model_len, config
         )
         settle_interpreter()
-        host, port = listener.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("serving %s at %s (open it in a browser; Ctrl-C ends it)", list(service.names), address)
         try:
             asyncio.run(Server(service).serve([listener]))
@@ -317,33 +317,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     (SIGTERM): a signal came before the server listened.
     """
     flags = vars(make_parser().parse_args(argv))
-    # Only warnings of other packages: torch logs counters at exit.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_JsonLog()])
-    for name in ("compiled_mtp", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.INFO)
 
     def command(interrupts: Interrupts) -> int:
-        server_flags = given(flags, ServerConfig, skip=_SECRET)
+        server_config = ServerConfig(**given(flags, ServerConfig, skip=_SECRET))
+        start_log(server_config)
         config = EngineConfig(**given(flags, EngineConfig))
         Torchrun().check_ranks(config.tensor_parallel)
-        return serve(ServerConfig(**server_flags), config)
+        return serve(server_config, config)
 
     # run_command handles signals before and after uvicorn does.
     return run_command(command)
-
-
-class _JsonLog(logging.StreamHandler[Any]):
-    """Writes every record as one line of JSON to standard error."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a message that is a JSON object, as in the access log, becomes part of it."""
-        message = record.getMessage()
-        line: dict[str, Any] = {"level": record.levelname, "logger": record.name}
-        try:
-            found = json.loads(message)
-            line |= found if isinstance(found, dict) else {"message": message}
-        except ValueError:
-            line["message"] = message
-        if record.exc_info:
-            line["traceback"] = logging.Formatter().formatException(record.exc_info)
-        return json.dumps({"time": round(record.created, 3), **line})

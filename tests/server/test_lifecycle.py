@@ -220,6 +220,8 @@ def test_signals_end_it(number: int) -> None:
             "cpu",
             "--prompt-workers",
             "1",
+            "--log-format",
+            "text",
         ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
@@ -228,11 +230,13 @@ def test_signals_end_it(number: int) -> None:
     )
     try:
         assert process.stderr is not None
-        url = ""
+        url = first = ""
         for line in process.stderr:
             if "serving" in line:
-                url = json.loads(line)["message"].split(" at ")[1].split()[0]
+                url = line.split(" at ")[1].split()[0]
                 break
+            first = first or line
+        assert url in first
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             try:
