@@ -146,6 +146,11 @@ class EngineConfig(BaseSettings):
         "default: the checkpoint that ships",
         json_schema_extra=NOT_TRACED,
     )
+    chat_template: Path | None = Field(
+        default=None,
+        description="a Jinja file that replaces the checkpoint's chat template",
+        json_schema_extra=NOT_TRACED,
+    )
     offline: bool = Field(
         default=False,
         description="True to never download: a repository must be in the local Hugging Face cache",
@@ -361,7 +366,7 @@ class EngineConfig(BaseSettings):
         # Path drops the "./" that marks a directory rather than a repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
-    @field_validator("model", "graph_cache", "draft_vocab")
+    @field_validator("model", "chat_template", "graph_cache", "draft_vocab")
     @classmethod
     def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:

@@ -82,6 +82,7 @@ def assemble_service(
             timeout_s=config.prompt_timeout_s,
             max_chars=config.max_prompt_chars,
             max_waiting=config.max_open,
+            chat_template=tokenizer.chat_template,
         ),
         tokenizer=tokenizer,
         config=config,
