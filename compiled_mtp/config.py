@@ -79,6 +79,12 @@ def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
     return sorted(k for k, name in names.items() if name != k.lower() and name not in known)
 
 
+def is_in_environment(prefix: str, name: str) -> bool:
+    """Return whether the variable of the setting `name` is set; an empty one counts as not set."""
+    wanted = f"{prefix}{name}".lower()
+    return any(value and key.lower() == wanted for key, value in os.environ.items())
+
+
 _COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
 
 

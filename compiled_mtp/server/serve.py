@@ -34,13 +34,29 @@ from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.terminal.console import EXIT_OK, Interrupts, run_command
-from compiled_mtp.terminal.flags import Parser, add_fields, given
+from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
 
 logger = logging.getLogger("compiled_mtp.server")
 
 # Not flags: other users of the machine can read them.
 _SECRET = ("api_key",)
+# The flags of ServerConfig that --help shows.
+_COMMON = (
+    "host",
+    "port",
+    "served_model_name",
+    "api_key_file",
+    "allow_anyone",
+    "allowed_hosts",
+    "allowed_origins",
+    "max_open",
+    "keep_alive_s",
+    "drain_timeout_s",
+    "log_level",
+    "log_format",
+    "log_prompts",
+)
 # How long one thread may run while another waits: Python's default, 5 ms, is as long as a fast model's step.
 _SWITCH_INTERVAL_S = 0.0005
 _PROBE = {
@@ -304,10 +320,12 @@ def _listen(config: ServerConfig) -> socket.socket:
 def make_parser() -> Parser:
     """Return the parser: a flag for each field of ServerConfig, except the key, and of EngineConfig."""
     parser = Parser(
-        prog="compiled-mtp serve", description="Serve a checkpoint over OpenAI's and Anthropic's APIs."
+        prog="compiled-mtp serve",
+        usage="%(prog)s [flags]",
+        description="Serve a checkpoint over OpenAI's and Anthropic's APIs.",
     )
-    add_fields(parser, "server", ServerConfig, skip=_SECRET)
-    add_fields(parser, "engine", EngineConfig)
+    add_fields(parser, "engine", EngineConfig, common=COMMON_ENGINE)
+    add_fields(parser, "server", ServerConfig, skip=_SECRET, common=_COMMON)
     return parser
 
 
@@ -317,9 +335,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: the server served and ended. 2: a flag, the checkpoint or the port is wrong. 130 (Ctrl-C) and 143
     (SIGTERM): a signal came before the server listened.
     """
-    flags = vars(make_parser().parse_args(argv))
 
     def command(interrupts: Interrupts) -> int:
+        flags = make_parser().read(argv)
         server_config = ServerConfig(**given(flags, ServerConfig, skip=_SECRET))
         start_log(server_config)
         config = EngineConfig(**given(flags, EngineConfig))

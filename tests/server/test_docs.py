@@ -93,5 +93,12 @@ def test_the_list_of_fields_without_effect() -> None:
 
 
 def test_named_flags_exist() -> None:
-    flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {"help", "model", "sweep", "exact-match"}
+    flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {
+        "help",
+        "help-all",
+        "config",
+        "model",
+        "sweep",
+        "exact-match",
+    }
     assert {flag.replace("-", "_") for flag in flags} <= set(ServerConfig.model_fields)
