@@ -66,8 +66,9 @@ class Runner:
 
     def cache_key(self) -> dict[str, Any]:
         """The key of a graph_cache with these programs."""
-        programs, num_blocks = self.programs, self.memory.num_blocks
-        return early_key(self.spec) | late_key(self.spec, programs.buckets, num_blocks, programs.graph_mode)
+        programs = self.programs
+        late = late_key(self.spec, programs.buckets, self.memory, programs.graph_mode)
+        return early_key(self.spec) | late
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """Launch `plan`, if any; return the oldest unread result if more than max_in_flight are unread.
