@@ -156,7 +156,7 @@ class Engine(WeightControl):
         self.scheduler = Scheduler(limits_of(spec, self.runner.memory), depth=depth)
         self._masks = Masks(
             vocab_size,
-            self.config.max_batch * (spec.mtp_step + 1),
+            self.runner.memory.max_batch * (spec.mtp_step + 1),
             spec.max_in_flight + 1,
             self.config.mask_threads,
             is_pinned=spec.device.type == "cuda",

@@ -359,7 +359,7 @@ def test_engine_defaults() -> None:
     c = EngineConfig()
     assert c.model.name == "default_model"
     assert (c.device, c.dtype, c.kv_dtype, c.compile, c.graph_mode) == ("auto",) * 5
-    assert (c.mtp_step, c.max_batch, c.block_size) == ("auto", 8, 64)
+    assert (c.mtp_step, c.max_batch, c.block_size) == ("auto", None, 64)
     assert (c.prefix_cache, c.prefix_cache_gb, c.reference_ops) == (True, None, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
     unset += ("max_in_flight", "num_threads", "offload_gb", "prefill_chunk")

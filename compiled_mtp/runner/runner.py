@@ -14,7 +14,7 @@ import torch
 
 from compiled_mtp.errors import check
 from compiled_mtp.ops.row_logprobs import RowLogprobs as DeviceRowLogprobs
-from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import SPARE_SLOTS, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build, make_buckets
 from compiled_mtp.runner.cache_key import early_key, late_key
@@ -69,8 +69,9 @@ class Runner:
 
     def cache_key(self) -> dict[str, Any]:
         """The key of a graph_cache with these programs."""
-        programs, num_blocks = self.programs, self.memory.num_blocks
-        return early_key(self.spec) | late_key(self.spec, programs.buckets, num_blocks, programs.graph_mode)
+        programs = self.programs
+        late = late_key(self.spec, programs.buckets, self.memory, programs.graph_mode)
+        return early_key(self.spec) | late
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """Launch `plan`, if any; return the oldest unread result if more than max_in_flight are unread.
@@ -130,8 +131,9 @@ class Runner:
         assert not self._launches
         self._enter_device()
         replace_weights(self.spec, self.step, update, self._progress)
+        max_batch = self.memory.num_state_rows - SPARE_SLOTS
         rule = "keep their rows' bits at the batch sizes of the engine's programs"
-        is_kept = make_buckets(self.spec, self.step.target) == self.programs.buckets
+        is_kept = make_buckets(self.spec, self.step.target, max_batch) == self.programs.buckets
         check(is_kept, "weights", rule, "products that this CPU packs otherwise", "make another engine")
 
     def replace_from(self, path: Path) -> None:

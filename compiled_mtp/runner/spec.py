@@ -14,7 +14,7 @@ from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
-from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 from compiled_mtp.models.catalogue import read_stored
@@ -108,11 +108,6 @@ class EngineSpec:
         if self.config.mtp_step != "auto" or not self.is_compiled:
             return ()
         return tuple(depth for depth in depths if depth != first_depth(depths))
-
-    @property
-    def max_prompt_chunks(self) -> int:
-        """The most prompts of a launch."""
-        return prompt_chunk_limit(self.prefill_chunk, self.config.max_batch)
 
     @property
     def rank(self) -> int:

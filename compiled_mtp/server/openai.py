@@ -186,14 +186,6 @@ class OpenAIHandlers:
         answer = _Answer(body, "chatcmpl", "chat.completion", Usage(_count([prompt])), self._service)
         return await self._respond(request, answer, choices, streams)
 
-    async def responses(self) -> Response:
-        """POST /v1/responses: refuse it and name the endpoint to use; some clients try it first."""
-        raise ApiError(
-            404,
-            "/v1/responses must not be called, it is not in this version; use /v1/chat/completions",
-            code="unsupported_endpoint",
-        )
-
     async def _respond(
         self, request: Request, answer: _Answer, choices: list[_Choice], streams: list[Stream]
     ) -> Response:
@@ -477,7 +469,7 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments_of(
+                        "arguments": arguments_of(
                             call.function.arguments, f"messages.{index}.tool_calls.{i}.function.arguments"
                         ),
                     },
@@ -492,7 +484,8 @@ def _dumped(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return [tool.model_dump() for tool in tools] if tools else None
 
 
-def _arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+def arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object. Raises ApiError (400) that names `param`."""
     if isinstance(arguments, dict):
         return arguments
     try:

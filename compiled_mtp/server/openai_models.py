@@ -241,6 +241,13 @@ class ChatBody(SamplingBody):
     continue_final_message: Annotated[Any, Unread((False,))] = None
 
 
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a chat to render."""
 
