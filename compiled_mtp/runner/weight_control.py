@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from compiled_mtp.errors import check, quote
+from compiled_mtp.errors import EngineUnavailableError, check, quote
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.weight_updates import WeightSource, WeightUpdate
@@ -143,7 +143,9 @@ class WeightControl:
     def _check_weights(self) -> None:
         """Raise ValueError while the weights are of no use."""
         if self._unavailable is not None:
-            raise ValueError(f"engine must have its weights, got one without: {self._unavailable}")
+            raise EngineUnavailableError(
+                f"engine must have its weights, got one without: {self._unavailable}"
+            )
 
 
 def not_alone() -> ValueError:
