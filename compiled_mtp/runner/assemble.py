@@ -31,6 +31,7 @@ from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.runner.cache_key import early_key, late_key
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
 from compiled_mtp.runner.programs import Programs
@@ -285,7 +286,7 @@ def _free_bytes(spec: EngineSpec) -> int:
     if spec.device.type == "cuda":
         # torch holds on to memory that loading no longer uses, such as linears before their FP8 copies.
         torch.cuda.empty_cache()
-        return spec.agree(torch.cuda.mem_get_info(spec.device)[0])
+        return spec.agree(free_device_bytes(spec.device))
     return _host_bytes(spec)
 
 
