@@ -20,7 +20,7 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.model_config import ModelConfig, RopeScaling
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.draft_vocabulary import choose_draft_ids
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
@@ -87,10 +87,17 @@ def describe_model(model: ModelConfig) -> Iterator[str]:
     yield f"family      {model.family}, stored as {model.dtype}"
     yield f"layers      {model.num_layers}: {attention} of attention, {model.num_layers - attention} of GDN"
     yield f"sizes       hidden {model.hidden_size}, vocabulary {model.vocab_size}"
+    yield f"context     {model.max_position_embeddings} tokens{_describe_scaling(model.rope_scaling)}"
     if model.is_moe:
         experts = f"{model.num_experts} experts of {model.moe_intermediate_size}"
         yield f"experts     {experts}, {model.num_experts_per_tok} per token"
     yield f"MTP head    {'stored' if model.mtp_num_layers else 'none: it decodes without drafts'}"
+
+
+def _describe_scaling(scaling: RopeScaling | None) -> str:
+    if scaling is None:
+        return ""
+    return f", with rope scaling {scaling.kind}, {scaling.factor:g} times {scaling.original_length}"
 
 
 def describe_files(weights: Mapping[str, StoredWeight]) -> Iterator[str]:

@@ -23,10 +23,10 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
