@@ -144,6 +144,12 @@ class EngineConfig(BaseSettings):
         "default: the checkpoint that ships",
         json_schema_extra=NOT_TRACED,
     )
+    lora: Path | None = Field(
+        default=None,
+        description="a directory with a LoRA adapter, as PEFT saves it, which is merged into the model's "
+        "weights while they are loaded",
+        json_schema_extra=NOT_TRACED,
+    )
     offline: bool = Field(
         default=False,
         description="True to never download: a repository must be in the local Hugging Face cache",
@@ -352,7 +358,7 @@ class EngineConfig(BaseSettings):
         # Path drops the "./" that marks a directory rather than a repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
-    @field_validator("model", "graph_cache", "draft_vocab")
+    @field_validator("model", "lora", "graph_cache", "draft_vocab")
     @classmethod
     def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:

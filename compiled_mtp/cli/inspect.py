@@ -25,6 +25,7 @@ from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.draft_vocabulary import choose_draft_ids
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.lora import read_adapter
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import (
     FP8,
@@ -66,12 +67,13 @@ def make_parser() -> Parser:
     described = "a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B; default: the one that ships"
     parser.add_argument("checkpoint", nargs="?", default=str(default.model), help=described)
     parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument("--lora", type=Path, help=EngineConfig.model_fields["lora"].description)
     return parser
 
 
 def _inspect(flags: argparse.Namespace) -> int:
     stdout = check_stdout()
-    config = EngineConfig(model=flags.checkpoint, device=flags.device)
+    config = EngineConfig(model=flags.checkpoint, device=flags.device, lora=flags.lora)
     path = find_checkpoint(config.model, is_offline=config.offline)
     model = read_model_config(path)
     weights = read_stored(path)
@@ -150,7 +152,9 @@ def describe_run(
     if described := drafts.describe(head_bytes).removeprefix(", drafts "):
         yield f"drafts      {described}"
     yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come on top"
-    check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free)
+    if config.lora is not None:
+        yield f"adapter     {read_adapter(config.lora).describe()}"
+    check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free, lora=config.lora)
 
 
 def _kind_of(name: str) -> str:

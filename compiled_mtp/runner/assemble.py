@@ -187,6 +187,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
         )
     arguments = (spec.model_shard, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
     target = FAMILIES[spec.model.family].target(*arguments)
@@ -207,6 +208,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
             # The check adds a third to a load from the page cache on a CPU, and a 25th on a GPU.
             is_checked=spec.device.type == "cuda" or spec.config.check_weights,
             progress=None if progress is None else partial(progress, "weights"),

@@ -12,6 +12,7 @@ import torch
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
 from compiled_mtp.graphs.compile import GraphMode
@@ -158,6 +159,8 @@ def resolve(
     is_checkpoint: weights come from the checkpoint's files, whose headers are read. Changes nothing in the
     process; `apply` does. Raises ValueError for settings that do not fit the model or the device.
     """
+    rule, remedy = "be left out for weights that come from no file", "leave it out"
+    check(is_checkpoint or config.lora is None, "lora", rule, config.lora, remedy)
     device = resolve_device(config.device)
     kind, path = device.type, config.model if is_checkpoint else None
     dtype = getattr(torch, config.resolve_dtype(kind, model))

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from compiled_mtp.cli.main import main
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models import weight_format
+from tests.adapters import write_adapter
 from tests.checkpoints import YARN, write_checkpoint
 from tests.gguf_files import write_gguf
 from tests.models.stored_files import rewrite
@@ -97,3 +98,11 @@ def test_a_refusal_is_one_line_after_the_known_facts(
 def test_the_default_checkpoint_is_inspected_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("family      qwen3_5, ")
+
+
+def test_an_adapter_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_checkpoint(tmp_path / "model", **SIZES)
+    adapter = write_adapter(tmp_path / "lora", directory)
+    assert main(["inspect", str(directory), "--device", "cpu", "--lora", str(adapter)]) == 0
+    line = f"adapter     {adapter} of rank 4, merged into 15 weights, the MTP head stays the base model's"
+    assert line in capsys.readouterr().out.splitlines()

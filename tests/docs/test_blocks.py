@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp.cli.main import main
+from tests.adapters import write_adapter
 from tests.docs.error_texts import ROOT
 from tools import plot
 
@@ -84,6 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Between them the head of docs/command-line.md moves.
     (tmp_path / "base-model").symlink_to(CHECKPOINT)
     (tmp_path / "fine-tune").mkdir()
+    write_adapter(tmp_path / "my-adapter", Path(CHECKPOINT), targets=re.compile(r"layers\.0\..*down_proj"))
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "one.txt").write_text("def f(x):\n    return x\n" * 9)
     requests = dict(blocks(ROOT / "docs" / "command-line.md"))["json"]
