@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from compiled_mtp.cli.main import main
 from tests.adapters import write_adapter
@@ -169,6 +170,8 @@ def test_a_block(folder: Path, language: str, text: str) -> None:
         exec(compile(text, "block", "exec"), {"__name__": "block"})
     elif language == "json":
         assert all(json.loads(line) for line in text.splitlines())
+    elif language == "yaml":
+        assert yaml.safe_load(text)
     else:
         commands = re.findall(r"^(?:\$|compiled-mtp|pip|python3?|make|curl|serve|git) .*", text, re.MULTILINE)
         assert commands == [], "commands stand in ```bash blocks"
