@@ -1,4 +1,4 @@
-"""Commands in sentences and tables of README.md and docs/ name commands, flags, targets and extras that exist.
+"""Commands in sentences and tables of README.md and docs/ name commands, flags, targets, extras that exist.
 
 tests/docs/test_blocks.py runs or reads the commands of fenced blocks.
 """
