@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,8 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import RopeScaling
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.rotary import rotary_table
-from tests.checkpoints import YARN, write_checkpoint
+from tests.checkpoints import ROPE_FAMILIES, YARN, write_checkpoint
+from tests.gguf_files import write_gguf
 
 LENGTH = 600
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -89,3 +92,32 @@ def test_a_text_may_be_as_long_as_the_scaling_allows(
     assert EngineConfig().resolve_max_model_len(model) == longest
     with pytest.raises(ValueError, match=f"max_model_len must be at most {longest}"):
         EngineConfig(max_model_len=longest + 1).resolve_max_model_len(model)
+
+
+@pytest.mark.parametrize(("name", "options"), ROPE_FAMILIES, ids=[name for name, _ in ROPE_FAMILIES])
+def test_a_gguf_file_has_the_scaling_of_its_checkpoint(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    directory = write_checkpoint(tmp_path / "model", **options)
+    file = write_gguf(directory, tmp_path / "model.gguf")
+    ours, wanted = read_model_config(file), read_model_config(directory)
+    assert ours.rope_scaling == wanted.rope_scaling
+    assert ours.max_position_embeddings == wanted.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope.scaling.type": "longrope"}, "rope_type must be default, linear or yarn, got longrope"),
+        ({"rope.scaling.attn_factor": np.float32(1.5)}, "rope.scaling.attn_factor must be 1.0, got 1.5"),
+        ({"rope.scaling.factor": np.float32(0)}, "rope.scaling.factor must be a positive number, got 0.0"),
+    ],
+)
+def test_other_scalings_of_a_gguf_file_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    directory = write_checkpoint(tmp_path / "model", rope=YARN)
+    named = {f"qwen35.{key}": value for key, value in changes.items()}
+    file = write_gguf(directory, tmp_path / "model.gguf", changes=named)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_model_config(file)
