@@ -63,7 +63,7 @@ def unknown_names(words: list[str]) -> list[str]:
             return [] if words[1].isupper() else [words[1]]
         return [flag for flag in flags if flag not in flags_of(words[1])]
     if words[0] == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return [word for word in words[1:2] if word not in targets]
     if words[0] == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
