@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from compiled_mtp.errors import check
@@ -40,6 +40,10 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+
+
+def _as_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    return None if scaling is None else asdict(scaling)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class ModelConfig:
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False, metadata=NOT_TRACED)
     four_bit_group: int = field(default=0, metadata=NOT_TRACED)
     scaled_codes: str = field(default="", metadata=NOT_TRACED)
-    rope_scaling: RopeScaling | None = field(default=None, metadata=NOT_TRACED)
+    rope_scaling: RopeScaling | None = field(default=None, metadata={"traced": _as_json})
     world: int = 1
 
     @property

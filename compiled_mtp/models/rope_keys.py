@@ -33,7 +33,9 @@ def rope_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
     remedy = "keep one of the two, with rope_theta in it"
     check(is_clear, "rope_scaling", "be absent beside rope_parameters", kinds.get("rope_scaling"), remedy)
     outside = {name: keys.values[name] for name in _OUTSIDE if name in keys.values}
-    rope = Keys(outside | sections["rope_scaling"] | sections["rope_parameters"])
+    # As in transformers, the original length outside the section has precedence.
+    original = {name: outside[name] for name in (_ORIGINAL,) if name in outside}
+    rope = Keys(outside | sections["rope_scaling"] | sections["rope_parameters"] | original)
     share = rope.number("partial_rotary_factor", 0.25)
     rotary_dim = int(head_dim * share) if share <= 1 else 0
     is_even_part = rotary_dim % 2 == 0 and rotary_dim > 0

@@ -16,6 +16,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.model_config import RopeScaling
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.rotary import rotary_table
+from compiled_mtp.runner.cache_key import traced
 from tests.checkpoints import ROPE_FAMILIES, YARN, write_checkpoint
 from tests.gguf_files import write_gguf
 
@@ -73,6 +74,25 @@ def test_the_old_spelling_means_the_same(tmp_path: Path, kind: str) -> None:
     assert read_model_config(old) == read_model_config(new)
     expected = RopeScaling("yarn", 4.0, 64, attention_factor=0.1 * math.log(4) + 1)
     assert read_model_config(new).rope_scaling == expected
+
+
+def test_the_original_length_outside_the_section_wins_as_in_transformers(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, flat=True, rope=YARN)
+    content = json.loads((directory / "config.json").read_text())
+    content["original_max_position_embeddings"] = 128
+    (directory / "config.json").write_text(json.dumps(content))
+    model = read_model_config(directory)
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.original_length == 128
+    assert torch.equal(rotary_table(model, LENGTH, torch.device("cpu")), theirs(directory))
+
+
+def test_a_graph_cache_is_for_one_scaling(tmp_path: Path) -> None:
+    found = []
+    for name, scaling in (("plain", None), ("yarn", YARN), ("longer", YARN | {"factor": 8.0})):
+        model = read_model_config(write_checkpoint(tmp_path / name, rope=scaling))
+        found.append(json.dumps(traced(model)))
+    assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize(
