@@ -33,7 +33,8 @@ from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.lora import MergedWeight, read_merged
+from compiled_mtp.models.lora import read_merged
+from compiled_mtp.models.lora_weights import MergedWeight
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.terminal.flags import Parser, add_output

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.lora import MergedWeight, read_adapter, read_merged
+from compiled_mtp.models.lora import read_adapter, read_merged
+from compiled_mtp.models.lora_weights import MergedWeight
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.request import SamplingParams
 from tests.adapters import ALPHA, RANK, merge_by_formula, write_adapter
@@ -22,7 +23,8 @@ from tests.checkpoints import allocate, write_checkpoint
 from tests.engines import prompt_of
 
 MIXERS = r"self_attn\.[qkvo]_proj|linear_attn\.(in_proj_\w+|out_proj)"
-FFN = r"mlp\.(shared_expert\.)?(gate|up|down)_proj"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
+FFN = ("gate_proj", "up_proj", "down_proj")
 SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_batch": 1, "prefill_chunk": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "next": {"family": "qwen3_next", "num_key_heads": 2, "num_value_heads": 4},
@@ -109,6 +111,79 @@ def test_a_part_of_a_weight_has_the_bits_of_the_whole(tmp_path: Path) -> None:
         assert torch.equal(weight.read(part), whole[part])
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "a tensor for each": {"family": "qwen3_next", "num_key_heads": 2, "num_value_heads": 4},
+    "stacked": {"family": "qwen3_5_moe"},
+}
+
+
+def expert_pairs(base: Path, count: int = 8, inner: int = 64, hidden: int = 128) -> dict[str, torch.Tensor]:
+    """Return the matrices of the experts of layers 0 and 3, as PEFT names them."""
+    generator = torch.Generator().manual_seed(4)
+    prefix = "base_model.model.model"
+    pairs = {}
+    for layer in (0, 3):
+        for name, width, height in (("experts.base_layer", hidden, 2 * inner), ("experts", inner, hidden)):
+            module = f"{prefix}.layers.{layer}.mlp.{name}"
+            pairs[f"{module}.lora_A.weight"] = torch.randn(RANK * count, width, generator=generator)
+            pairs[f"{module}.lora_B.weight"] = torch.randn(height, RANK * count, generator=generator)
+    return pairs
+
+
+@pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+def test_experts_are_those_of_the_merged_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
+    base = write_checkpoint(tmp_path / "base", **options)
+    pairs = expert_pairs(base)
+    # Of the two stacks, one has an alpha of its own.
+    given = {"alpha_pattern": {"experts.down_proj": 2}, "target_parameters": ["gate_up_proj", "down_proj"]}
+    nothing = re.compile("nothing")
+    adapter = write_adapter(tmp_path / "lora", base, targets=nothing, tensors=pairs, config=given)
+    plain, got = loaded(base), loaded(base, adapter)
+    for name, stack, alpha in (("experts.base_layer", "gate_up", ALPHA), ("experts", "down", 2)):
+        for layer in (0, 3):
+            a, b = (pairs[f"base_model.model.model.layers.{layer}.mlp.{name}.lora_{m}.weight"] for m in "AB")
+            a, b = a.double().view(8, RANK, -1), b.double().view(len(b), RANK, 8)
+            added = torch.einsum("ore,eri->eoi", b, a) * alpha / RANK
+            parameter = f"layers.{layer}.ffn.{stack}"
+            # The last expert of the parameter is the shared one.
+            wanted = (plain[parameter][:8].double() + added).float()
+            assert torch.allclose(got[parameter][:8], wanted, rtol=1e-6, atol=1e-6), parameter
+            assert torch.equal(got[parameter][8], plain[parameter][8])
+    assert torch.equal(got["layers.1.ffn.down"], plain["layers.1.ffn.down"])
+    described = read_adapter(adapter).describe()
+    assert described.endswith(
+        "merged into 0 weights and 4 stacks of experts, the MTP head stays the base model's"
+    )
+
+
+@pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
+def test_a_part_of_an_expert_has_the_bits_of_the_whole(tmp_path: Path, options: dict[str, Any]) -> None:
+    base = write_checkpoint(tmp_path / "base", **options)
+    nothing = re.compile("nothing")
+    adapter = write_adapter(tmp_path / "lora", base, targets=nothing, tensors=expert_pairs(base))
+    weights = read_merged(read_model_config(base), base, adapter)
+    found = [weight for weight in weights.values() if isinstance(weight, MergedWeight)]
+    assert len(found) == (4 if options["family"] == "qwen3_5_moe" else 2 * 3 * 8)
+    for weight in found:
+        whole = weight.read(tuple(slice(0, size) for size in weight.shape))
+        part = tuple(slice(size // 4, size // 2 + 1) for size in weight.shape)
+        assert torch.equal(weight.read(part), whole[part])
+
+
+def test_matrices_of_other_experts_are_refused(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", "qwen3_5_moe")
+    dense = write_checkpoint(tmp_path / "dense")
+    nothing = re.compile("nothing")
+    cases = ((base, {"count": 4}, "must have matrices of rank 4 for 8 experts, got [16, 128] and [128, 16]"),)
+    cases += ((base, {"inner": 32}, "lora must have the weights' shapes, got [32, 128] and [64, 32] for m"),)
+    cases += ((dense, {}, "lora must have the weights' shapes, got [32, 128] and [128, 32] for m"),)
+    for index, (path, sizes, message) in enumerate(cases):
+        tensors = expert_pairs(path, **sizes)
+        adapter = write_adapter(tmp_path / f"lora{index}", path, targets=nothing, tensors=tensors)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_merged(read_model_config(path), path, adapter)
+
+
 def test_an_engine_decodes_the_merged_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Speculation and ranks change no token of it, and a replica's identity knows it."""
     base = write_checkpoint(tmp_path / "base", tokenizer=True)
@@ -128,9 +203,7 @@ def test_an_engine_decodes_the_merged_model(tmp_path: Path, caplog: pytest.LogCa
     assert decode(model=base, lora=adapter, mtp_step=0) == wanted
     assert decode(model=base) != wanted
     count = len(pairs_of(adapter)) // 2
-    said = (
-        f"LoRA adapter {adapter} of rank 4, merged into {count} weights, the MTP head stays the base model's"
-    )
+    said = f"LoRA adapter {adapter}, merged into {count} weights, the MTP head stays the base model's"
     assert said in caplog.text
 
 
@@ -156,10 +229,6 @@ REFUSED_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"bias": "all"}, "bias of adapter_config.json must be off, got 'all'; merge it"),
     ({"some_new_key": 3}, "some_new_key of adapter_config.json must be off, got 3; merge it"),
     (
-        {"target_parameters": ["mlp.experts.down_proj"]},
-        "target_parameters of adapter_config.json must be off",
-    ),
-    (
         {"init_lora_weights": "pissa"},
         f"init_lora_weights must leave the base model as it is, got pissa{MERGE}",
     ),
@@ -183,9 +252,12 @@ def test_keys_that_ask_for_more_are_refused(tmp_path: Path, changes: dict[str, A
 REFUSED_TENSORS: list[tuple[dict[str, torch.Tensor], str]] = [
     (
         {f"{PAIR}.lora_magnitude_vector": torch.ones(3)},
-        "lora must hold lora_A and lora_B of linears only, got",
+        "lora must hold lora_A and lora_B of linears and experts only, got",
     ),
-    ({"base_model.model.lm_head.weight": torch.ones(3)}, "lora must hold lora_A and lora_B of linears only"),
+    (
+        {"base_model.model.lm_head.weight": torch.ones(3)},
+        "lora must hold lora_A and lora_B of linears and experts only",
+    ),
     ({f"{PAIR}2.lora_A.weight": torch.ones(4, 8)}, "up_proj2 must have lora_A and lora_B, got lora_A alone"),
     ({f"{PAIR}.lora_A.weight": torch.ones(4, 8, 1)}, "lora_A.weight must be a matrix, got [4, 8, 1]; merge"),
     ({f"{PAIR}.lora_A.weight": torch.ones(4, 8).int()}, "lora_A.weight must be BF16 or F16 or F32, got I32"),
@@ -261,13 +333,17 @@ def test_peft_merges_to_the_same_weights(tmp_path: Path, options: dict[str, Any]
     base = write_checkpoint(tmp_path / "base", tokenizer=True, **options)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(5)
+    is_next, is_moe = options["family"] == "qwen3_next", options["family"] == "qwen3_5_moe"
     config = peft.LoraConfig(
         r=RANK,
         lora_alpha=3,
-        # Of Qwen3-Next's FFNs PEFT would tune the stacks of experts instead.
-        target_modules=rf".*({MIXERS})" if options["family"] == "qwen3_next" else rf".*({MIXERS}|{FFN})",
+        # Of Qwen3-Next's FFNs PEFT tunes the stacks of experts instead of each linear.
+        target_modules=[*TARGETS, *FFN]
+        if is_next
+        else rf".*({MIXERS}|mlp\.(shared_expert\.)?({'|'.join(FFN)}))",
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if is_moe else None,
         rank_pattern={"q_proj": 6},
-        alpha_pattern={"up_proj": 5},
+        alpha_pattern={"k_proj": 5},
         use_rslora=True,
         init_lora_weights=False,
     )
@@ -277,7 +353,18 @@ def test_peft_merges_to_the_same_weights(tmp_path: Path, options: dict[str, Any]
     weights = read_merged(read_model_config(base), base, tmp_path / "lora")
     found = {name: weight for name, weight in weights.items() if isinstance(weight, MergedWeight)}
     assert len(found) > 10
+    assert any(".experts." in name for name in found) == (is_next or is_moe)
     for name, weight in found.items():
-        whole = tuple(slice(0, size) for size in weight.shape)
+        values = weight.read(tuple(slice(0, size) for size in weight.shape))
         # PEFT multiplies in float32.
-        assert torch.allclose(weight.read(whole), merged[f"model.{name}"], rtol=1e-5, atol=1e-5), name
+        assert torch.allclose(values, part_of(merged, name), rtol=1e-5, atol=1e-5), name
+
+
+def part_of(merged: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return a tensor of transformers' model, which stacks experts, by its name in a checkpoint."""
+    if f"model.{name}" in merged:
+        return merged[f"model.{name}"]
+    module, expert, part, _ = name.rsplit(".", 3)
+    stack = "down_proj" if part == "down_proj" else "gate_up_proj"
+    whole = merged[f"model.{module}.{stack}"][int(expert)]
+    return whole if part == "down_proj" else whole.chunk(2)[part == "up_proj"]
