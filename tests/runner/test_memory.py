@@ -67,7 +67,8 @@ def test_memory_utilization_is_the_share_of_the_caches(tmp_path: Path) -> None:
     for share in (0.25, 0.5, 1.0):
         config = EngineConfig(model=tmp_path, device="cpu", memory_utilization=share, offload_gb=0)
         spec = resolve(config, model, model.vocab_size)
-        memory = resolve_memory(spec, free_bytes=2**28, host_bytes=2**28, draft_head_bytes=0, most_rows=32)
+        sizes = {"free_bytes": 2**28, "host_bytes": 2**28, "draft_head_bytes": 0}
+        memory = resolve_memory(spec, **sizes, max_batch=8, most_rows=32)
         assert memory.total_bytes <= share * 2**28
         blocks.append(memory.num_blocks)
     assert blocks[0] < blocks[1] < blocks[2]
