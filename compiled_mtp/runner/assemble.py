@@ -23,10 +23,10 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
@@ -190,6 +190,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
         )
     arguments = (spec.model_shard, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
     target = FAMILIES[spec.model.family].target(*arguments)
@@ -210,6 +211,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
             # The check adds a third to a load from the page cache on a CPU, and a 25th on a GPU.
             is_checked=spec.device.type == "cuda" or spec.config.check_weights,
             progress=None if progress is None else partial(progress, "weights"),
