@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 AGENTS := @openai/codex@0.169.0 @anthropic-ai/claude-code@2.1.197
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak replicas clients wheel sdist browser screenshot clean
+.PHONY: run test check lint gpu kernels soak replicas clients lm-eval wheel sdist browser screenshot clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,7 +27,7 @@ run: $(VENV)/.installed  ## decode the example prompts with the checkpoint that 
 	$(BIN)/python -m compiled_mtp.run --prompt-file examples/prompts.jsonl --mtp-step 3 --compare
 
 test: $(VENV)/.installed-test  ## the suite that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser and not replicas and not clients"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser and not replicas and not clients and not lm_eval"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -59,6 +59,13 @@ $(VENV)/.installed-clients: $(VENV)/.installed-test
 
 clients: $(VENV)/.installed-clients  ## LangChain, LiteLLM, openai-agents and, with npm, two agents for the terminal
 	PATH=$(CURDIR)/$(VENV)/npm/node_modules/.bin:$$PATH OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/clients
+
+$(VENV)/.installed-lm-eval: $(VENV)/.installed-test
+	$(INSTALL) --editable ".[test,lm-eval]"
+	touch $@
+
+lm-eval: $(VENV)/.installed-lm-eval  ## lm-eval against the service and transformers, on two local tasks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m lm_eval tests/lm_eval
 
 soak: $(VENV)/.installed-test  ## long random traffic
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=default

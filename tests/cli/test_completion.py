@@ -28,7 +28,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("serve", "--log-format", ""), {"auto", "text", "json"}),
         (("serve", "--log-format", "t"), {"text"}),
         (("run", "--no-pre"), {"--no-prefix-cache"}),
-        (("chat", "--device", "c"), {"cpu", "cuda"}),
+        (("chat", "--dtype", "b"), {"bfloat16"}),
         (("completion", ""), {"--help", "--version"}),
         # No words: bash itself completes file names.
         (("run", "--prompt-file", "x"), set()),
