@@ -83,8 +83,8 @@ def build(
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     free_bytes = _free_bytes(spec)
-    max_batch, sizes = resolve_max_batch(spec, free_bytes), spec.config.batch_sizes
-    buckets = ladders(_row_unit(spec, target, max_batch), spec.shapes, max_batch, sizes)
+    max_batch = resolve_max_batch(spec, free_bytes)
+    buckets = make_buckets(spec, target, max_batch)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
@@ -256,6 +256,12 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         config.synthetic_acceptance,
         draft_head,
     )
+
+
+def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
+    """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
+    unit = _row_unit(spec, target, max_batch)
+    return ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
 
 
 def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
