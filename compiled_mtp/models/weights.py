@@ -186,12 +186,12 @@ def load_weights(
     and multiplied out for others. Quantised weights are packed again for parameters of codes; for others they
     are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the parameters:
     the largest shard of a plain tensor, and its product if it is multiplied out. progress: called with the
-    bytes done and the bytes in all. lora: the directory of an adapter to merge, see `read_merged`. weights: read
-    already, or given in place of files. copied: called with each stored tensor's full name once it is copied.
-    allow_extra: accept unused tensors. is_checked: search the parameters for NaN and infinity. Raises
+    bytes done and the bytes in all. lora: the directory of an adapter to merge, see `read_merged`. weights:
+    read already, or given in place of files. copied: called with each stored tensor's full name once it is
+    copied. allow_extra: accept unused tensors. is_checked: search the parameters for NaN and infinity. Raises
     ValueError before anything is copied, with the first tensors that are missing, unused, or of another shape
-    or dtype, and the first parameters that would not be filled; and afterwards with the first tensors that are
-    not finite.
+    or dtype, and the first parameters that would not be filled; and afterwards with the first tensors that
+    are not finite.
     """
     weights = read_merged(config, Path(path), lora) if weights is None else weights
     whole, _ = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
