@@ -120,9 +120,8 @@ def _read_files(root: Path) -> list[Header]:
             )
         # An MTP head that was added to a release may be missing from the index. Other files may belong to
         # another save.
-        stray = [
-            f.name for f in files if f not in listed and not all(_is_mtp(h.name) for h in _header(f, opened))
-        ]
+        others = [file for file in files if file not in listed]
+        stray = [f.name for f in others if not all(_is_mtp(h.name) for h in read_file(f, opened))]
         if stray:
             raise ValueError(
                 f"model must have no weights outside its index, got {shown(stray)} in {root}; remove the "
@@ -130,7 +129,7 @@ def _read_files(root: Path) -> list[Header]:
             )
     if not files:
         raise ValueError(f"model must have *.safetensors files, got none in {root}; convert or download them")
-    return [header for file in files for header in _header(file, opened)]
+    return [header for file in files for header in read_file(file, opened)]
 
 
 def _read_index(index: Path) -> list[str]:
@@ -150,8 +149,12 @@ def _read_index(index: Path) -> list[str]:
     return list(weight_map.values())
 
 
-def _header(file: Path, opened: OpenFiles) -> list[Header]:
-    """The header of one file. Source: the safetensors format (a length in 8 bytes, then JSON)."""
+def read_file(file: Path, opened: OpenFiles | None = None) -> list[Header]:
+    """The tensors of one file, in its order. Source: the safetensors format (a length in 8 bytes, then JSON).
+
+    Raises ValueError for a file that is no valid safetensors file.
+    """
+    opened = OpenFiles() if opened is None else opened
     try:
         # Opening maps the file and checks its header against its length, so that a truncated download is
         # found before the parameters are allocated.

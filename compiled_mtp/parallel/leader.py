@@ -57,7 +57,8 @@ class LeadRunner(Runner):
                 progress(what, done, total)
 
         try:
-            communicator = self._ranks.connect(fingerprint(spec.config.model, has_files=fill is None))
+            own = fingerprint(spec.config.model, spec.config.lora, has_files=fill is None)
+            communicator = self._ranks.connect(own)
             super().__init__(spec.of_rank(communicator), check_and_report, fill, save_to=save_to)
             self._ranks.wait_until_ready()
         except (ValueError, KeyboardInterrupt):
