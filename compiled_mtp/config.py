@@ -325,6 +325,10 @@ class EngineConfig(BaseSettings):
         default=False,
         description="True for `Engine.score`: every slot then has room for the ids of a given output",
     )
+    routed_experts: bool = Field(
+        default=False,
+        description="True to record the experts of every token, for requests with return_routed_experts",
+    )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
     )

@@ -153,7 +153,8 @@ class Engine(WeightControl):
         self.runner = make_runner(spec, progress, fill, save_to=save_to)
         self._depths = self._make_depths()
         depth = None if self._depths is None else self._depths.choose
-        self.scheduler = Scheduler(limits_of(spec, self.runner.memory), depth=depth)
+        limits, read_experts = limits_of(spec, self.runner.memory), self.runner.read_experts
+        self.scheduler = Scheduler(limits, depth=depth, read_experts=read_experts)
         self._masks = Masks(
             vocab_size,
             self.runner.memory.max_batch * (spec.mtp_step + 1),
@@ -212,7 +213,7 @@ class Engine(WeightControl):
         continuation: Continuation | None = None,
     ) -> list[Request]:
         """Return the choices of a request that fits the limits; `given`: its prompt in one of three forms."""
-        self._check_weights()
+        self._check_serves(params)
         choices = self.frontend.make_request(
             request_id, params, priority=priority, continuation=continuation, **given
         )
