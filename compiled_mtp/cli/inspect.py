@@ -35,6 +35,7 @@ from compiled_mtp.models.weight_format import (
     resolve_recipe,
 )
 from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.spec import resolve_device
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
@@ -127,7 +128,7 @@ def describe_run(
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
     with_mtp = bool(model.mtp_num_layers)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    free = free_device_bytes(device) if device.type == "cuda" else available_bytes()
     drafts = DraftPlan()
     if with_mtp:
         ids = choose_draft_ids(config.draft_vocab, model.vocab_size, model.eos_token_ids)

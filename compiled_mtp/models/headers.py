@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,12 @@ _TRUNK_PREFIXES = ("model.language_model.", "model.")
 _UNPREFIXED = ("mtp.", "lm_head.")
 _SKIPPED_PREFIXES = ("model.visual.",)
 _AGAIN = "download it again"
+
+
+class Reader(Protocol):
+    """What reads a region of a named tensor: `OpenFiles`, or the stream of given weights."""
+
+    def read(self, file: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class OpenFiles:
@@ -46,7 +52,7 @@ class Header:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    files: OpenFiles = field(default_factory=OpenFiles, compare=False, repr=False)
+    files: Reader = field(default_factory=OpenFiles, compare=False, repr=False)
 
     def read(self, region: tuple[slice, ...], device: torch.device | None = None) -> torch.Tensor:
         """The values in `region`, a range per dimension, in the stored dtype; on the CPU, whatever `device`
@@ -62,7 +68,7 @@ def read_headers(root: Path) -> dict[str, Header]:
     """
     found: dict[str, Header] = {}
     for header in _read_files(root):
-        if header.name.startswith(_SKIPPED_PREFIXES):
+        if is_skipped(header.name):
             continue
         name = without_prefix(header.name)
         if name in found:
@@ -74,8 +80,13 @@ def read_headers(root: Path) -> dict[str, Header]:
     return found
 
 
+def is_skipped(name: str) -> bool:
+    """Whether a tensor belongs to a part that is not loaded, the vision tower."""
+    return name.startswith(_SKIPPED_PREFIXES)
+
+
 def without_prefix(name: str) -> str:
-    """`name` without the trunk's prefix."""
+    """The name of a tensor without the trunk's prefix."""
     return next((name.removeprefix(p) for p in _TRUNK_PREFIXES if name.startswith(p)), name)
 
 

@@ -175,6 +175,8 @@ def load_weights(
     is_checked: bool = False,
     lora: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    weights: Mapping[str, StoredWeight] | None = None,
+    copied: Callable[[str], None] | None = None,
 ) -> None:
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
 
@@ -184,12 +186,14 @@ def load_weights(
     and multiplied out for others. Quantised weights are packed again for parameters of codes; for others they
     are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the parameters:
     the largest shard of a plain tensor, and its product if it is multiplied out. progress: called with the
-    bytes done and the bytes in all. allow_extra: accept unused tensors. is_checked: search the parameters for
-    NaN and infinity. lora: the directory of an adapter to merge, see `read_merged`. Raises ValueError before
-    anything is copied, with the first tensors that are missing, unused, or of another shape or dtype, and the
-    first parameters that would not be filled; and afterwards with the first tensors that are not finite.
+    bytes done and the bytes in all. lora: the directory of an adapter to merge, see `read_merged`. weights:
+    read already, or given in place of files. copied: called with each stored tensor's full name once it is
+    copied. allow_extra: accept unused tensors. is_checked: search the parameters for NaN and infinity. Raises
+    ValueError before anything is copied, with the first tensors that are missing, unused, or of another shape
+    or dtype, and the first parameters that would not be filled; and afterwards with the first tensors that
+    are not finite.
     """
-    weights = read_merged(config, Path(path), lora)
+    weights = read_merged(config, Path(path), lora) if weights is None else weights
     whole, _ = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
     check_parameters(layout, parameters, path, formats)
@@ -213,6 +217,8 @@ def load_weights(
                 target.copy_(part.reshape(target.shape))
             else:
                 _fill(target, weight, region)
+        if copied is not None:
+            copied(weight.name)
         done += num_bytes[name]
         if progress is not None:
             progress(done, sum(num_bytes.values()))

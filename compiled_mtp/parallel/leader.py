@@ -22,6 +22,7 @@ from compiled_mtp.runner.assemble import Fill, Progress
 from compiled_mtp.runner.numeric_settings import NumericSettings
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import EngineSpec
+from compiled_mtp.runner.weight_updates import WeightUpdate
 
 # A plan is sent as its fields: pickling it takes ten times as long.
 _FIELDS = attrgetter(*(field.name for field in fields(StepPlan)))
@@ -99,6 +100,13 @@ class LeadRunner(Runner):
         if self._ranks.is_whole:
             with _delayed_interrupts(), self._in_step():
                 self._ranks.send("drop_launches")
+
+    def replace_weights(self, update: WeightUpdate) -> None:
+        """Run `Runner.replace_weights` on every rank; each reads its own shards from the files."""
+        assert update.path is not None, "several ranks take their weights from files"
+        with _delayed_interrupts(), self._in_step():
+            self._ranks.send("replace_from", update.path.absolute())
+            super().replace_weights(update)
 
     def check(self) -> None:
         """Raise RankError once a rank is lost."""

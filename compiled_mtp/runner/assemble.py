@@ -31,6 +31,7 @@ from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.runner.cache_key import early_key, late_key
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
 from compiled_mtp.runner.programs import Programs
@@ -82,8 +83,8 @@ def build(
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     free_bytes = _free_bytes(spec)
-    max_batch, sizes = resolve_max_batch(spec, free_bytes), spec.config.batch_sizes
-    buckets = ladders(_row_unit(spec, target, max_batch), spec.shapes, max_batch, sizes)
+    max_batch = resolve_max_batch(spec, free_bytes)
+    buckets = make_buckets(spec, target, max_batch)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
@@ -257,6 +258,12 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     )
 
 
+def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
+    """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
+    unit = _row_unit(spec, target, max_batch)
+    return ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
+
+
 def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     """The number of rows whose multiples are batch sizes at which a row's bits do not depend on the others.
 
@@ -287,7 +294,7 @@ def _free_bytes(spec: EngineSpec) -> int:
     if spec.device.type == "cuda":
         # torch holds on to memory that loading no longer uses, such as linears before their FP8 copies.
         torch.cuda.empty_cache()
-        return spec.agree(torch.cuda.mem_get_info(spec.device)[0])
+        return spec.agree(free_device_bytes(spec.device))
     return _host_bytes(spec)
 
 

@@ -83,7 +83,13 @@ class ServerConfig(BaseSettings):
     max_stop_chars: int = Field(default=256, ge=1, description="characters of a stop string")
     max_bias: int = Field(default=1024, ge=0, description="ids of logit_bias, and of stop_token_ids")
     max_schema_bytes: int = Field(
-        default=64 * 1024, ge=2, description="bytes of response_format, and of tools"
+        default=64 * 1024, ge=2, description="bytes of response_format, and of every other grammar"
+    )
+    max_tools_bytes: int = Field(
+        # Coding agents send 70 kB.
+        default=512 * 1024,
+        ge=2,
+        description="bytes of tools",
     )
     max_stored_bytes: int = Field(
         default=64 * 2**20,

@@ -56,6 +56,7 @@ def guarded(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         max_stop_chars=10,
         max_bias=2,
         max_schema_bytes=100,
+        max_tools_bytes=100,
         max_choices=3,
         max_prompt_chars=10_000,
     ) as server:
