@@ -208,6 +208,17 @@ def test_an_engine_decodes_the_merged_model(tmp_path: Path, caplog: pytest.LogCa
     assert said in caplog.text
 
 
+def test_weights_under_an_adapter_are_not_replaced(tmp_path: Path) -> None:
+    """New weights would lose it without a word."""
+    base = write_checkpoint(tmp_path / "base", tokenizer=True)
+    adapter = write_adapter(tmp_path / "lora", base, targets=re.compile("q_proj"))
+    with Engine(EngineConfig(model=base, lora=adapter, **SMALL)) as engine:
+        with pytest.raises(ValueError, match="lora must be left out of an engine whose weights change, got"):
+            engine.update_weights(base)
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert engine.generate([prompt_of(5, 3, 300)], params)[0].finish_reason == "length"
+
+
 def test_the_command_line_says_what_an_adapter_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
