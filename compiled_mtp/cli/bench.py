@@ -17,7 +17,8 @@ from compiled_mtp.terminal.console import EXIT_USAGE, say
 from compiled_mtp.terminal.flags import Parser
 from compiled_mtp.terminal.signals import leaving
 
-BENCHMARKS = ("serving", "step")
+# The benchmarks, each with its module.
+BENCHMARKS = {"serving": "service_load", "step": "step_time"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = make_parser().parse_args(argv)
     try:
         with leaving():
-            benchmark = import_module(f"compiled_mtp.benchmarks.{flags.benchmark}")
+            benchmark = import_module(f"compiled_mtp.benchmarks.{BENCHMARKS[flags.benchmark]}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("compiled_mtp"):
             raise

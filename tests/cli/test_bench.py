@@ -40,7 +40,7 @@ def test_without_httpx_the_extra_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    monkeypatch.delitem(sys.modules, "compiled_mtp.benchmarks.serving", raising=False)
+    monkeypatch.delitem(sys.modules, "compiled_mtp.benchmarks.service_load", raising=False)
     assert main(["bench", "serving"]) == 2
     assert "bench serving needs the package httpx, got none; pip install" in capsys.readouterr().err
 

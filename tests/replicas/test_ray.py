@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from compiled_mtp.benchmarks import serving as tool
+from compiled_mtp.benchmarks import service_load as tool
 from compiled_mtp.request import SamplingParams
 
 pytestmark = [pytest.mark.replicas, pytest.mark.timeout(900)]

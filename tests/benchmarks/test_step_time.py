@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.benchmarks import step as tool
+from compiled_mtp.benchmarks import step_time as tool
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine

@@ -74,7 +74,7 @@ Row = Mapping[str, Any]
 # Not `-m`: with this package's own path, the process imports the same package even if it is not installed.
 _CODE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
-    "from compiled_mtp.benchmarks.step import main; sys.exit(main())"
+    "from compiled_mtp.benchmarks.step_time import main; sys.exit(main())"
 )
 
 

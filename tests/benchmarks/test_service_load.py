@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from compiled_mtp.benchmarks import serving as tool
+from compiled_mtp.benchmarks import service_load as tool
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
