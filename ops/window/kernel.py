@@ -11,11 +11,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
-from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP, MIX_FACTOR
+from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_DRAFTS, MIX_FACTOR
 
 TABLE_BLOCK = 1024
-# Lanes for the longest window and the rows that its chain adds: one binary for every mtp_step.
-LANES = 2 * (MAX_MTP_STEP + 1)
+# Lanes for the longest window and the rows that its chain adds: one binary for every number of drafts.
+LANES = 2 * (MAX_DRAFTS + 1)
 UNSPECIALIZED = (
     "query_len",
     "max_blocks",

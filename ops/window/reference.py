@@ -12,7 +12,8 @@ from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, R
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, I32, I64, Remedy
 
-MAX_MTP_STEP = 7
+MAX_DRAFTS = 15
+"""The most drafts of a window; with the last token they fill a row tile of 16."""
 # HASH_FACTOR alone, Knuth's multiplicative hash, would space the accepted positions evenly: mix again.
 HASH_FACTOR, MIX_FACTOR = 2654435761, 0x45D9F3B
 
@@ -121,8 +122,8 @@ class Accepted(NamedTuple):
 
 
 def _table_holds_window(mtp_step: int, block_size: int, end: int, blocks: int) -> None:
-    if not 0 <= mtp_step <= MAX_MTP_STEP:
-        raise fail("mtp_step", f"be 0 to {MAX_MTP_STEP}", mtp_step, "draft fewer tokens")
+    if not 0 <= mtp_step <= MAX_DRAFTS:
+        raise fail("mtp_step", f"be 0 to {MAX_DRAFTS}", mtp_step, "draft fewer tokens")
     if end < 1 or blocks * block_size < end:
         rule = f"be 1 to {blocks} blocks of {block_size} positions"
         raise fail("end", rule, end, "pass max_model_len, and a block table that holds it")

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("mtp_step", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("mtp_step", [0, 1, 2, 3, 7, 15])
 @pytest.mark.parametrize("order", [[1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0]])
 @pytest.mark.parametrize("hash_limit", [None, HASH_LIMIT])
 def test_windows(mtp_step: int, order: list[int], hash_limit: int | None) -> None:

@@ -24,7 +24,7 @@ from tests.ops.window_cases import (
 )
 
 ORDERS = ([1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0])
-STEPS = range(8)
+STEPS = (*range(8), 12, 15)
 
 
 @pytest.mark.parametrize("mtp_step", STEPS)
@@ -107,7 +107,7 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    mtp_step, batch = seed % 8, int(draw(1, 7))
+    mtp_step, batch = seed % 16, int(draw(1, 7))
     width = mtp_step + 1
     index = torch.randperm(SLOTS, generator=generator)[:batch].to(torch.int32)
     index[draw(0, 2, batch) * draw(0, 2, batch) > 0] = 0
@@ -172,7 +172,7 @@ def test_bad_arguments_raise() -> None:
         (read, 0, torch.ones(2, dtype=torch.int64), "state_index must have dtype"),
         (read, 1, Cursors(slots["base"], slots["pos"].int(), slots["pos"]), "pos must have dtype"),
         (read, 2, slots["drafts"][:, :2], "drafts must hold 3 ids a slot, got 2"),
-        (read, 4, 8, "mtp_step must be 0 to 7, got 8"),
+        (read, 4, 16, "mtp_step must be 0 to 15, got 16"),
         (read, 6, END + BLOCKS * 16, "end must be 1 to 5 blocks of 16 positions"),
         (accept, 0, accept[0][:-1], "tokens must have shape"),
         (accept, 2, accept[2].int(), "outcome must have dtype"),
@@ -185,7 +185,7 @@ def test_bad_arguments_raise() -> None:
             (read_window if arguments is read else accept_window)(*changed)
 
 
-@pytest.mark.parametrize("mtp_step", [0, 1, 3, 7])
+@pytest.mark.parametrize("mtp_step", [0, 1, 3, 7, 15])
 @pytest.mark.parametrize("order", ORDERS[1:])
 @pytest.mark.parametrize("hash_limit", [None, -1, HASH_LIMIT])
 def test_kernels_in_interpreter(
