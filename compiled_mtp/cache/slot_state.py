@@ -13,7 +13,7 @@ from compiled_mtp.ops.features import RECENT_IDS
 
 # The rows' values at admission. Sampling parameters come with the admission itself; the other rows are
 # written before they are read.
-_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0}
+_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0, "forced_ids": -1}
 
 
 def sampling_bytes(vocab_size: int) -> int:
@@ -33,6 +33,8 @@ class SlotState(nn.Module):
     last num_deferred [slots] int64 positions up to pos. The sampling tables are those of `SamplingTables`,
     written by `write_sampling`. A request whose features need them counts its emitted tokens in
     output_counts [slots, vocab_size] and keeps the last ones in recent_ids [slots, RECENT_IDS].
+    forced_ids [slots, num_forced] int32, None for num_forced 0: the ids that are committed in the place of
+    samples, by position; -1 for none.
     """
 
     base: torch.Tensor
@@ -61,6 +63,7 @@ class SlotState(nn.Module):
     bad_words: torch.Tensor
     bad_word_lengths: torch.Tensor
     recent_ids: torch.Tensor
+    forced_ids: torch.Tensor | None
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class SlotState(nn.Module):
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_forced: int = 0,
     ) -> None:
         super().__init__()
 
@@ -97,6 +101,10 @@ class SlotState(nn.Module):
         buffer("bad_words", (slots, MAX_BAD_WORDS, RECENT_IDS), torch.int64, -1)
         buffer("bad_word_lengths", (slots, MAX_BAD_WORDS), torch.int32)
         buffer("recent_ids", (slots, RECENT_IDS), torch.int64, -1)
+        if num_forced:
+            buffer("forced_ids", (slots, num_forced), torch.int32, -1)
+        else:
+            self.register_buffer("forced_ids", None)
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
         """Yield what is admitted and moved with a request: all tensors but the block table, which plans

@@ -6,7 +6,7 @@ import torch
 
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
-from compiled_mtp.ops.window import place_chain, place_rows
+from compiled_mtp.ops.window import committed_ids, place_chain, place_rows
 from compiled_mtp.rounds.logprobs import filtered_logits
 from compiled_mtp.step import Step
 from compiled_mtp.step_output import StepOutput
@@ -70,6 +70,8 @@ def conclude_first(
         state_index=state_index,
         masks=masks,
     )
+    if slots.forced_ids is not None:
+        token = committed_ids(token[:, None], positions[:, None], index, slots.forced_ids).squeeze(1)
     # Padding gains no token.
     is_live = state_index > 0
     token = torch.where(is_live, token, 0)

@@ -75,7 +75,7 @@ class TwoPhaseRound:
         drafts = step.extend_and_draft(
             state_index=state_index,
             window=window,
-            tokens=sampled.token,
+            tokens=step.round_tokens(sampled, accepted),
             hidden=hidden,
             accepted=accepted,
             shape=shape,
