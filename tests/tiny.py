@@ -127,6 +127,7 @@ def build_step(
         SlotState(
             max_batch + 2,
             mtp_step,
+            mtp_step,
             blocks_each,
             config.hidden_size,
             config.vocab_size,

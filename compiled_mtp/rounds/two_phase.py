@@ -72,7 +72,7 @@ class TwoPhaseRound:
         hidden, logits, masks = self.hidden[:rows], self.logits[:rows], self.masks[:rows]
         sampled = step.draw_window(logits=logits, state_index=state_index, window=window, masks=masks)
         accepted = step.accept_and_commit(state_index=state_index, window=window, sampled=sampled)
-        drafts = step.extend_and_draft(
+        left = step.extend_and_draft(
             state_index=state_index,
             window=window,
             tokens=step.round_tokens(sampled, accepted),
@@ -80,7 +80,7 @@ class TwoPhaseRound:
             accepted=accepted,
             shape=shape,
         )
-        return pack_round(accepted=accepted, drafts=drafts)
+        return pack_round(accepted=accepted, left=left)
 
     def filtered(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Between the phases: the logits [B * W, V] to which `accept` will add noise; mutates nothing."""

@@ -182,7 +182,8 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
     """Unequal head dims, a head count that is no power of two, positions 0 to 2, a padding request."""
-    check_launch(spec_conv1d, arguments(Shape(1, 3, 32, 16), 1, 16, dtype), rtol=2e-6, atol=2e-6, mutated=(4,))
+    widest = arguments(Shape(1, 3, 32, 16), requests=1, query_len=16, dtype=dtype)
+    check_launch(spec_conv1d, widest, rtol=2e-6, atol=2e-6, mutated=(4,))
     args = arguments(Shape(1, 3, 32, 16), requests=4, query_len=2, dtype=dtype)
     check_launch(spec_conv1d, args, rtol=2e-6, atol=2e-6, mutated=(4,))
     proj, gates = gates_apart(args[0], args[0].shape[1] - 4 - 6, 6)

@@ -20,6 +20,7 @@ from tests.ops.window_cases import (
     history_of,
     kv_index_of,
     make_forced,
+    make_lookup,
     make_slots,
     read_arguments,
 )
@@ -154,10 +155,40 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
         window = read(index, cursors_of(slots), slots["drafts"], slots["block_table"], *sizes)
         drawn = (window.tokens, sampled, outcome.to(torch.uint8))
         commit = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
-        found.append([*window, *accept(*drawn, *commit, *sizes, limit, forced), *slots.values()])
+        token_ids, matched = make_lookup("cpu") if seed % 5 else (None, None)
+        accepted = accept(*drawn, *commit, *sizes, limit, forced, token_ids, matched)
+        written = slots["pos"] if token_ids is None else token_ids
+        found.append([*window, *accepted, *slots.values(), written])
     for ours, expected in zip(*found, strict=True):
         assert ours.dtype == expected.dtype
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3, 15])
+def test_new_tokens_are_written_at_their_positions(mtp_step: int) -> None:
+    """Also of slots near `END`, where some tokens have no position."""
+    order = [6, 3, 0, 7, 1]
+    slots = make_slots(mtp_step, "cpu")
+    window = read_window(*read_arguments(slots, order, mtp_step))
+    token_ids, _ = make_lookup("cpu")
+    expected = token_ids.clone()
+    result = accept_window(*accept_arguments(slots, window, order, mtp_step), token_ids)
+    for request, slot in enumerate(order):
+        first, count = int(window.pos[request]) + 1, int(result.packed[request, 0])
+        new = result.packed[request, 2 : 2 + count].to(torch.int32)
+        expected[slot, first : first + count] = new[: max(END - first, 0)]
+    assert torch.equal(token_ids, expected)
+
+
+def test_a_hash_decides_no_looked_up_drafts() -> None:
+    order = [1, 2, 3, 4]
+    limit, (token_ids, matched) = 65536, make_lookup("cpu")
+    slots = make_slots(3, "cpu")
+    window = read_window(*read_arguments(slots, order, 3))
+    arguments = accept_arguments(slots, window, order, 3, limit)
+    result = accept_window(*arguments, token_ids, matched)
+    # Odd slots have looked-up drafts: `accept_arguments` makes requests 0 and 2 keep 0 and 2 of them.
+    assert result.packed[:, 0].tolist() == [1, 4, 3, 4]
 
 
 def test_hashes_of_neighbours_are_independent() -> None:
@@ -184,7 +215,8 @@ def test_registration_and_compile() -> None:
         slots = make_slots(3, "cpu")
         read.append(read_arguments(slots, order, 3))
         forced = make_forced(slots, 3)
-        accept.append(accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT, forced))
+        own = accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT, forced)
+        accept.append((*own, *make_lookup("cpu")))
     check_registration(torch.ops.compiled_mtp.read_window.default, read[1])
     check_registration(torch.ops.compiled_mtp.accept_window.default, accept[1])
     check_compiles(read_window, read)
@@ -214,6 +246,15 @@ def test_bad_arguments_raise() -> None:
         changed = [*arguments[:index], value, *arguments[index + 1 :]]
         with pytest.raises(ValueError, match=message):
             (read_window if arguments is read else accept_window)(*changed)
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3, 15])
+def test_kernels_of_lookup_in_interpreter(interpreter: None, mtp_step: int) -> None:
+    for order in ORDERS[1:]:
+        slots = make_slots(mtp_step, "cpu")
+        window = read_window(*read_arguments(slots, order, mtp_step))
+        accept = (*accept_arguments(slots, window, order, mtp_step, HASH_LIMIT), *make_lookup("cpu"))
+        check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11, 17))
 
 
 @pytest.mark.parametrize("mtp_step", [0, 1, 3, 7, 15])
