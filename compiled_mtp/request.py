@@ -123,6 +123,16 @@ class RequestMetrics(NamedTuple):
         return [sum(counts) for counts in zip(chain[0], looked_up[0], strict=True)]
 
     @property
+    def drafted(self) -> int:
+        """Drafts that the rounds verified, whoever made them."""
+        return sum(pair % LOOKED_UP // _MOST_KEPT for pair in self.history.rounds[: self.rounds])
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that the rounds kept."""
+        return sum(pair % _MOST_KEPT for pair in self.history.rounds[: self.rounds])
+
+    @property
     def accepted_by_index(self) -> list[int]:
         """[mtp_step] Rounds that kept draft i + 1 of a chain, for each i."""
         return _at_least(self._count_rounds(0)[0])[: self.history.mtp_step]
