@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -32,6 +34,8 @@ ENV_PREFIX = "COMPILED_MTP_"
 # Variables with this prefix belong to the service; EngineConfig does not refuse them as unknown.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
+# max_batch: its limit, its default, and the largest default on a GPU.
+MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 64, 8, 32
 # The remedy for a checkpoint without an MTP head.
 HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of
@@ -75,6 +79,18 @@ def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
     """Return the environment variables that begin with `prefix` and name none of `known`."""
     names = {k: k.lower().removeprefix(prefix.lower()) for k in os.environ}
     return sorted(k for k, name in names.items() if name != k.lower() and name not in known)
+
+
+def _device(value: str) -> str:
+    is_one = re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None
+    check(is_one, "device", "be auto, cpu, cuda or cuda:N", value, "choose one; cuda:0 is the first GPU")
+    return value
+
+
+def is_in_environment(prefix: str, name: str) -> bool:
+    """Return whether the variable of the setting `name` is set; an empty one counts as not set."""
+    wanted = f"{prefix}{name}".lower()
+    return any(value and key.lower() == wanted for key, value in os.environ.items())
 
 
 _COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
@@ -144,13 +160,20 @@ class EngineConfig(BaseSettings):
         "default: the checkpoint that ships",
         json_schema_extra=NOT_TRACED,
     )
+    chat_template: Path | None = Field(
+        default=None,
+        description="a Jinja file that replaces the checkpoint's chat template",
+        json_schema_extra=NOT_TRACED,
+    )
     offline: bool = Field(
         default=False,
         description="True to never download: a repository must be in the local Hugging Face cache",
         json_schema_extra=NOT_TRACED,
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto for the GPU if there is one, else the CPU"
+    device: Annotated[str, AfterValidator(_device)] = Field(
+        default="auto",
+        description="auto for the GPU if there is one, else the CPU; cuda for the current GPU, cuda:1 for "
+        "another",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto for the checkpoint's dtype on a GPU and float32 on a CPU"
@@ -177,7 +200,14 @@ class EngineConfig(BaseSettings):
         "commas; the largest one sets the size of buffers",
         json_schema_extra=NOT_TRACED,
     )
-    max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
+    max_batch: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_BATCH,
+        description=f"the most requests decoded together, 1 to {MOST_BATCH}; default: {DEFAULT_BATCH}, on a "
+        f"GPU up to {DEFAULT_GPU_BATCH} if its memory holds 4,096 tokens of each",
+        json_schema_extra=NOT_TRACED,
+    )
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
         description="batch sizes with a compiled shape of their own, separated by commas; default: doubling "
@@ -192,6 +222,14 @@ class EngineConfig(BaseSettings):
     )
     block_size: int = Field(
         default=64, ge=16, multiple_of=16, description="tokens of a KV block, a multiple of 16"
+    )
+    memory_utilization: float = Field(
+        default=0.85,
+        gt=0,
+        le=1,
+        description="share of the caches in the memory that is free once the weights are loaded; the rest is "
+        "for activations",
+        json_schema_extra=NOT_TRACED,
     )
     num_blocks: int | None = Field(
         default=None,
@@ -284,6 +322,10 @@ class EngineConfig(BaseSettings):
         "the others are derived from it and their number; default: from the operating system",
         json_schema_extra=NOT_TRACED,
     )
+    scoring: bool = Field(
+        default=False,
+        description="True for `Engine.score`: every slot then has room for the ids of a given output",
+    )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
     )
@@ -359,7 +401,7 @@ class EngineConfig(BaseSettings):
         # Path drops the "./" that marks a directory rather than a repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
-    @field_validator("model", "graph_cache", "draft_vocab")
+    @field_validator("model", "chat_template", "graph_cache", "draft_vocab")
     @classmethod
     def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:
@@ -386,10 +428,11 @@ class EngineConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _batches_fit(self) -> EngineConfig:
-        if any(not 1 <= batch <= self.max_batch for batch in self.batch_sizes or ()):
+        most = self.max_batch or MOST_BATCH
+        if any(not 1 <= batch <= most for batch in self.batch_sizes or ()):
             raise fail(
                 "batch_sizes",
-                f"lie in 1..{self.max_batch} (max_batch)",
+                f"lie in 1..{most} (max_batch)",
                 list(self.batch_sizes or ()),
                 "raise max_batch or drop the others",
             )

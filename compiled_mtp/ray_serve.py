@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import DEFAULT_BATCH, EngineConfig
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.replicas.config import (
@@ -64,7 +64,8 @@ def app(args: Mapping[str, Any]) -> Any:
     scale: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.autoscaling_config is not None:
         scale = {
-            "autoscaling_config": {"target_ongoing_requests": engine.max_batch} | settings.autoscaling_config
+            "autoscaling_config": {"target_ongoing_requests": engine.max_batch or DEFAULT_BATCH}
+            | settings.autoscaling_config
         }
     engines = serve.deployment(
         EngineReplica,

@@ -359,7 +359,7 @@ def test_engine_defaults() -> None:
     c = EngineConfig()
     assert c.model.name == "default_model"
     assert (c.device, c.dtype, c.kv_dtype, c.compile, c.graph_mode) == ("auto",) * 5
-    assert (c.mtp_step, c.max_batch, c.block_size) == ("auto", 8, 64)
+    assert (c.mtp_step, c.max_batch, c.block_size) == ("auto", None, 64)
     assert (c.prefix_cache, c.prefix_cache_gb, c.reference_ops) == (True, None, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
     unset += ("max_in_flight", "num_threads", "offload_gb", "prefill_chunk")
@@ -448,7 +448,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"mtp_step": 8}, "mtp_step must be auto or 0 to 7, got 8; choose one"),
     ({"mtp_step": -1}, "mtp_step must be auto or 0 to 7, got -1; choose one"),
     ({"max_batch": 0}, "max_batch must be greater than or equal to 1, got 0; raise it"),
-    ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'; choose one of them"),
+    ({"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got tpu; choose one; cuda:0 is"),
+    ({"device": "cuda:x"}, "device must be auto, cpu, cuda or cuda:N, got cuda:x"),
+    ({"memory_utilization": 0}, "memory_utilization must be greater than 0, got 0"),
+    ({"memory_utilization": 1.5}, "memory_utilization must be less than or equal to 1, got 1.5"),
     (
         {"dtype": "float16"},
         "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; choose one of them",

@@ -28,11 +28,12 @@ _INITIAL = {
 _LOOKUP = ("matched", "threshold", "chain_kept")
 
 
-def sampling_bytes(vocab_size: int) -> int:
+def sampling_bytes(vocab_size: int, num_forced: int = 0) -> int:
     """Return the bytes of a slot's larger sampling tables."""
     words = MAX_STOP_IDS + MAX_BAD_WORDS * RECENT_IDS + RECENT_IDS
     by_id = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
-    return vocab_size * by_id + words * torch.int64.itemsize + MAX_BAD_WORDS * torch.int32.itemsize
+    int32s = MAX_BAD_WORDS + num_forced
+    return vocab_size * by_id + words * torch.int64.itemsize + int32s * torch.int32.itemsize
 
 
 class SlotState(nn.Module):

@@ -14,7 +14,7 @@ from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
-from compiled_mtp.sampling.params import MAX_STOP_IDS, bad_word_ids, only_one_grammar
+from compiled_mtp.sampling.parameter_checks import MAX_STOP_IDS, bad_word_ids, only_one_grammar
 
 # Above so many ids, building the trie of a vocabulary delays other requests noticeably.
 _LARGE_VOCABULARY = 50_000
@@ -51,12 +51,13 @@ class RequestProcessor:
         prompt_token_ids: Sequence[int] | None,
         messages: Sequence[Mapping[str, Any]] | None,
         priority: int = 0,
+        continuation: str | Sequence[int] | None = None,
     ) -> list[Request]:
         """Return one Request per choice, with the checkpoint's defaults filled in.
 
-        Raises ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for an
-        empty prompt, a prompt of max_model_len tokens or more, an id or a parameter out of range, and a
-        grammar that does not compile.
+        continuation: the output, if it is given instead of drawn. Raises ValueError unless exactly one of
+        prompt, prompt_token_ids and messages is given, and for an empty prompt, a prompt of max_model_len
+        tokens or more, an id or a parameter out of range, and a grammar that does not compile.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         names = [name for name, value in given.items() if value is not None]
@@ -81,6 +82,15 @@ class RequestProcessor:
                 f"{quote(params.chat_template_kwargs)}; leave it out, since only messages use the template"
             )
         params = self._with_special_stops(params)
+        forced_ids = () if continuation is None else self._forced_ids(continuation)
+        if forced_ids:
+            check(params.n == 1, "n", "be 1 with a continuation", params.n, "leave it out")
+            scored = {
+                "max_tokens": len(forced_ids),
+                "logprobs": params.logprobs or 0,
+                "logprobs_mode": "both",
+            }
+            params = params.model_copy(update=scored)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_ids(name, getattr(params, name) or ())
         bad_words = self._encode_bad_words(params)
@@ -97,6 +107,7 @@ class RequestProcessor:
                 # Each choice compiles its own grammar.
                 guide=guide.fork() if guide is not None and index else guide,
                 priority=priority,
+                forced_ids=forced_ids,
             )
             for index in range(params.n)
         ]
@@ -125,6 +136,14 @@ class RequestProcessor:
             )
         # Templates test for None where there are no tools.
         return tokenizer.apply_chat_template(_as_chat(messages), **variables, tools=params.tools or None)
+
+    def _forced_ids(self, continuation: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the ids of a given output. Raises ValueError for one without tokens."""
+        if isinstance(continuation, str):
+            continuation = self._require_tokenizer("continuation").encode(continuation)
+        ids = tuple(self._check_ids("continuation", continuation))
+        check(bool(ids), "continuation", "have at least one token", continuation, "give text or token ids")
+        return ids
 
     def _check_length(self, length: int) -> None:
         most, own = self.model_config.max_position_embeddings, self.max_model_len

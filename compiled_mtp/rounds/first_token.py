@@ -9,7 +9,7 @@ from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
 from compiled_mtp.ops.window import committed_ids, place_chain, place_rows
 from compiled_mtp.rounds.logprobs import filtered_logits
 from compiled_mtp.step import Step
-from compiled_mtp.step_output import LeftDrafts, StepOutput
+from compiled_mtp.step_output import StepOutput
 
 
 def first_token(step: Step, state_index: torch.Tensor, num_drafts: int) -> torch.Tensor:
@@ -56,10 +56,13 @@ def conclude_first(
     positions: torch.Tensor,
     num_drafts: int,
     masks: torch.Tensor | None = None,
+    *,
+    is_given: bool = False,
 ) -> torch.Tensor:
     """Draw, commit and draft from the results of `first_logits`; return what `first_token` does.
 
-    masks [B, words] int32 as `sample` takes them, None to allow every id.
+    masks [B, words] int32 as `sample` takes them, None to allow every id. is_given: the whole output of every
+    request is given, so nothing is drafted; ids 0 take the place of drafts.
     """
     slots = step.slots
     index = state_index.to(torch.int64)
@@ -82,8 +85,8 @@ def conclude_first(
     slots.recent_ids[index, positions % RECENT_IDS] = token
     if slots.token_ids is not None:
         slots.token_ids[index, positions] = token.to(torch.int32)
-    left = LeftDrafts(token.new_empty((token.shape[0], 0)), None)
-    if step.draft is not None:
+    left = step.leave_nothing(state_index, num_drafts if is_given else 0)
+    if step.draft is not None and not is_given:
         rows = rows_at(step, state_index, index, start=positions, count=1, base=positions)
         drafted = step.draft_forward(token, hidden, rows)
         chain = place_chain(

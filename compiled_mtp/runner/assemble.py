@@ -30,10 +30,9 @@ from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
-from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan, resolve_memory
+from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.spec import WIDE_REQUESTS, EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
@@ -82,17 +81,19 @@ def build(
         draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
-    config = spec.config
-    unit = _row_unit(spec, target)
-    buckets = ladders(unit, spec.shapes, config.max_batch, config.batch_sizes)
+    free_bytes = _free_bytes(spec)
+    max_batch, sizes = resolve_max_batch(spec, free_bytes), spec.config.batch_sizes
+    unit = _row_unit(spec, target, max_batch)
+    buckets = ladders(unit, spec.shapes, max_batch, sizes)
     buckets += ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
         spec,
-        free_bytes=_free_bytes(spec),
+        free_bytes=free_bytes,
         host_bytes=_host_bytes(spec),
         draft_head_bytes=draft_head_bytes,
+        max_batch=max_batch,
         most_rows=max(bucket.rows for bucket in buckets),
     )
     models = [target] if draft is None else [target, draft]
@@ -103,7 +104,7 @@ def build(
     graph_mode = choose_graph_mode(spec, weight_bytes[0])
     saved = None
     if spec.cache is not None:
-        check_key(spec.cache, key | late_key(spec, buckets, memory.num_blocks, graph_mode))
+        check_key(spec.cache, key | late_key(spec, buckets, memory, graph_mode))
         directory = spec.own_folder(load(spec.cache) / PROGRAMS_NAME)
         # A cache for CUDA-graph trees has no programs: the trees compile from the compiler's own caches.
         saved = directory if directory.is_dir() else None
@@ -171,7 +172,8 @@ def _later(programs: Programs, depths: Sequence[int], saved: Path | None) -> Lat
         LaterProgram(shape.depth or 0, saved / shape.name, partial(programs.adopt, shape))
         for shape in programs.shapes_of(depths)
     ]
-    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds)
+    device = programs.device if programs.device.type == "cuda" else None
+    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds, device)
 
 
 def _load(
@@ -224,7 +226,7 @@ def _allocate_draft(spec: EngineSpec, formats: Formats) -> DraftModel:
 @torch.no_grad()
 def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft: DraftModel | None) -> Step:
     config, model, device = spec.config, spec.model_shard, spec.device
-    slots, block_size = config.max_batch + SPARE_SLOTS, config.block_size
+    slots, block_size = memory.num_state_rows, config.block_size
     # Before the caches are allocated: making the head takes more memory than the head itself.
     draft_head = spec.drafts.make_head(target.head_rows, device)
     kv_cache = KVCache(
@@ -240,6 +242,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         spec.dtype,
         device,
         text_length=memory.max_model_len if spec.has_lookup else 0,
+        num_forced=memory.max_model_len if config.scoring else 0,
     )
     return Step(
         target,
@@ -256,16 +259,15 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     )
 
 
-def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
+def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     """The number of rows whose multiples are batch sizes at which a row's bits do not depend on the others.
 
     Warns where none is found.
     """
     if spec.device.type == "cuda":
         return 1
-    config = spec.config
     units = (1, 2, 4, 8)
-    each = [ladders(unit, spec.shapes, config.max_batch, config.batch_sizes) for unit in units]
+    each = [ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes) for unit in units]
     each += [ladders(unit, spec.wide_shapes, WIDE_REQUESTS) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]

@@ -12,8 +12,9 @@ import torch
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
-from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 from compiled_mtp.models.catalogue import read_stored
@@ -118,10 +119,9 @@ class EngineSpec:
         """The most requests of a round of a wide shape."""
         return WIDE_REQUESTS if self.wide_shapes else 0
 
-    @property
-    def most_rows(self) -> int:
-        """The most rows of a round, without padding."""
-        return max(self.config.max_batch * (self.mtp_step + 1), self.wide_requests * (self.max_drafts + 1))
+    def most_rows(self, max_batch: int) -> int:
+        """The most rows of a round of at most `max_batch` requests, without padding."""
+        return max(max_batch * (self.mtp_step + 1), self.wide_requests * (self.max_drafts + 1))
 
     @property
     def further_depths(self) -> tuple[int, ...]:
@@ -130,11 +130,6 @@ class EngineSpec:
         if self.config.mtp_step != "auto" or not self.is_compiled:
             return ()
         return tuple(depth for depth in depths if depth != first_depth(depths))
-
-    @property
-    def max_prompt_chunks(self) -> int:
-        """The most prompts of a launch."""
-        return prompt_chunk_limit(self.prefill_chunk, self.config.max_batch)
 
     @property
     def rank(self) -> int:
@@ -187,7 +182,8 @@ def resolve(
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     shapes = tuple(RoundShape(depth, depth) for depth in config.depths)
     has_lookup = config.lookup == "auto" and shapes[-1].chain > 0
-    is_wide = has_lookup and config.max_batch <= _MOST_WIDE_SLOTS
+    # The default of max_batch follows memory, in which the longer rings count.
+    is_wide = has_lookup and (config.max_batch or _MOST_WIDE_SLOTS) <= _MOST_WIDE_SLOTS
     num_threads = config.num_threads
     if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
         num_threads = 1
@@ -229,6 +225,8 @@ def apply(spec: EngineSpec) -> None:
             "running uncompiled: on a CPU compile=auto runs only what a graph_cache holds compiled; set "
             "compile=on",
         )
+    if spec.device.type == "cuda":
+        torch.cuda.set_device(spec.device)
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     use_reference(config.reference_ops)
@@ -261,12 +259,18 @@ def choose_graph_mode(spec: EngineSpec, weight_bytes: int) -> GraphMode | None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `name` stands for. Raises ValueError for "cuda" where torch finds no CUDA device."""
+    """The device that `name` stands for. Raises ValueError for a CUDA device that torch does not find."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be available, got cuda; torch finds no CUDA device, use device=cpu")
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device must be available, got {name}; torch finds no CUDA device, use device=cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    count = torch.cuda.device_count()
+    check(index < count, "device", f"be one of the {count} GPUs that torch finds", name, "choose another")
+    return torch.device("cuda", index)
 
 
 def _chooses_compiled(config: EngineConfig, device_type: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compiled_mtp.plan import SlotSampling
 from compiled_mtp.request import Request
-from compiled_mtp.sampling.params import allowed_token_ids
+from compiled_mtp.sampling.parameter_checks import allowed_token_ids
 
 # The largest int32; as a top_k it keeps every token, like any number above the vocabulary's size.
 _MOST_TOP_K = 2**31 - 1
@@ -30,5 +30,7 @@ def slot_sampling(request: Request) -> SlotSampling:
         stop_ids=tuple(sorted(request.stop_ids)) if has_min_tokens else (),
         bad_words=request.bad_word_ids,
         prompt_ids=tuple(request.prompt_token_ids) if has_repetition else (),
-        has_processed_logprobs=params.logprobs is not None and params.logprobs_mode == "processed",
+        forced_ids=request.forced_ids,
+        # The first output token is at position prompt_len.
+        forced_position=request.prompt_len if request.forced_ids else 0,
     )

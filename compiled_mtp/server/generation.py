@@ -17,7 +17,7 @@ from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowRe
 from compiled_mtp.frontend.reasoning import ReasoningTokens
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestOutput, SamplingParams
-from compiled_mtp.sampling.params import MAX_BAD_WORDS, REFUSED
+from compiled_mtp.sampling.parameter_checks import MAX_BAD_WORDS, REFUSED
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, param_of, refusal
 from compiled_mtp.server.fields import UNKNOWN_FIELD, UNREAD_FIELD

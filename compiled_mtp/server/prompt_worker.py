@@ -10,6 +10,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from compiled_mtp.frontend.tokenizer import Tokenizer
@@ -34,11 +35,11 @@ def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], max_chars: int) -> dic
     return {"ids": tokenizer.encode(text)}
 
 
-def main(path: str, max_chars: int) -> None:
-    """Answer jobs until standard input ends."""
+def main(path: str, max_chars: int, chat_template: str) -> None:
+    """Answer jobs until standard input ends. chat_template: as of `Tokenizer`, "" for None."""
     _limit_memory()
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(path, Path(chat_template) if chat_template else None)
     _write(sink, {"ready": True})
     while (frame := _read(source)) is not None:
         try:

@@ -21,7 +21,7 @@ _START_TIMEOUT_S = 120.0
 _ROOT = Path(__file__).parents[2]
 _CODE = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
-    "from compiled_mtp.server.prompt_worker import main; main(sys.argv[1], int(sys.argv[2]))"
+    "from compiled_mtp.server.prompt_worker import main; main(sys.argv[1], int(sys.argv[2]), sys.argv[3])"
 )
 
 
@@ -33,16 +33,25 @@ class Prompt:
 
 
 class PromptPool:
-    """`num_workers` processes that render and tokenise with the tokenizer of the checkpoint at `path`.
+    """`num_workers` processes that render and tokenise with the tokenizer of the checkpoint at `path`, and
+    with the chat template of the file `chat_template` instead of the checkpoint's, if it is given.
 
     Used from one event loop. If a job takes more than `timeout_s` seconds, the pool kills its process and
     starts another. At most `max_waiting` jobs wait for a process.
     """
 
     def __init__(
-        self, path: Path, *, num_workers: int, timeout_s: float, max_chars: int, max_waiting: int = 128
+        self,
+        path: Path,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        max_chars: int,
+        max_waiting: int = 128,
+        chat_template: Path | None = None,
     ) -> None:
         self._path = path
+        self._chat_template = chat_template
         self._timeout_s = timeout_s
         self._max_chars = max_chars
         self.max_waiting = max_waiting
@@ -154,6 +163,7 @@ class PromptPool:
             _CODE,
             str(self._path),
             str(self._max_chars),
+            "" if self._chat_template is None else str(self._chat_template),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # Keeps Ctrl-C from the workers: the server ends them itself.

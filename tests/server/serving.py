@@ -200,7 +200,9 @@ class Running:
 
 
 @contextmanager
-def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) -> Iterator[Running]:
+def running(
+    engine: Any, model: Path, max_model_len: int = 512, chat_template: Path | None = None, **options: Any
+) -> Iterator[Running]:
     """Serve an engine during the block."""
     defaults: dict[str, Any] = {
         "prompt_workers": 1,
@@ -208,7 +210,7 @@ def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) 
         "served_model_name": ("m", "alias"),
     }
     config = ServerConfig(**(defaults | options))
-    service = make_service(engine, Tokenizer(model), model, max_model_len, config)
+    service = make_service(engine, Tokenizer(model, chat_template), model, max_model_len, config)
     server = Server(service)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
@@ -224,6 +226,14 @@ def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) 
     finally:
         found.stop()
         service.engine.close()
+
+
+def wait_for_none_open(server: Running) -> None:
+    """Wait until the service has no open request; fail after 5 seconds."""
+    deadline = time.monotonic() + 5
+    while server.service.engine.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.service.engine.num_open == 0
 
 
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
