@@ -160,6 +160,12 @@ class EngineConfig(BaseSettings):
         "default: the checkpoint that ships",
         json_schema_extra=NOT_TRACED,
     )
+    lora: Path | None = Field(
+        default=None,
+        description="a directory with a LoRA adapter, as PEFT saves it, which is merged into the model's "
+        "weights while they are loaded",
+        json_schema_extra=NOT_TRACED,
+    )
     chat_template: Path | None = Field(
         default=None,
         description="a Jinja file that replaces the checkpoint's chat template",
@@ -401,7 +407,7 @@ class EngineConfig(BaseSettings):
         # Path drops the "./" that marks a directory rather than a repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
-    @field_validator("model", "chat_template", "graph_cache", "draft_vocab")
+    @field_validator("model", "lora", "chat_template", "graph_cache", "draft_vocab")
     @classmethod
     def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:

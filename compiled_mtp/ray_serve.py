@@ -124,6 +124,8 @@ def _choose_devices(settings: ReplicaConfig, engine: EngineConfig) -> tuple[Engi
     if engine.model.is_dir():
         # Replicas have working directories of their own.
         engine = engine.model_copy(update={"model": engine.model.absolute()})
+    if engine.lora is not None:
+        engine = engine.model_copy(update={"lora": engine.lora.absolute()})
     if gpus:
         return engine.model_copy(update={"device": "cuda"}), gpus
     threads = engine.num_threads or max(1, int(settings.cpus))
@@ -140,7 +142,7 @@ class EngineReplica:
 
         config = EngineConfig(**engine_fields)
         # Before any file of it is read, by the front end too.
-        files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline))
+        files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline), config.lora)
         frontend = open_frontend(config)
         engine = Engine(config, frontend=frontend)
         frontend.warm_up_grammars()

@@ -23,14 +23,15 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.runner.cache_key import early_key, late_key
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
 from compiled_mtp.runner.programs import Programs
@@ -82,10 +83,8 @@ def build(
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     free_bytes = _free_bytes(spec)
-    max_batch, sizes = resolve_max_batch(spec, free_bytes), spec.config.batch_sizes
-    unit = _row_unit(spec, target, max_batch)
-    buckets = ladders(unit, spec.shapes, max_batch, sizes)
-    buckets += ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
+    max_batch = resolve_max_batch(spec, free_bytes)
+    buckets = make_buckets(spec, target, max_batch)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
@@ -191,6 +190,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
         )
     arguments = (spec.model_shard, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
     target = FAMILIES[spec.model.family].target(*arguments)
@@ -211,6 +211,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
             # The check adds a third to a load from the page cache on a CPU, and a 25th on a GPU.
             is_checked=spec.device.type == "cuda" or spec.config.check_weights,
             progress=None if progress is None else partial(progress, "weights"),
@@ -259,6 +260,13 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     )
 
 
+def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
+    """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
+    unit = _row_unit(spec, target, max_batch)
+    buckets = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
+    return buckets + ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
+
+
 def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     """The number of rows whose multiples are batch sizes at which a row's bits do not depend on the others.
 
@@ -290,7 +298,7 @@ def _free_bytes(spec: EngineSpec) -> int:
     if spec.device.type == "cuda":
         # torch holds on to memory that loading no longer uses, such as linears before their FP8 copies.
         torch.cuda.empty_cache()
-        return spec.agree(torch.cuda.mem_get_info(spec.device)[0])
+        return spec.agree(free_device_bytes(spec.device))
     return _host_bytes(spec)
 
 

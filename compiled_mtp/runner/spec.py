@@ -176,6 +176,8 @@ def resolve(
     is_checkpoint: weights come from the checkpoint's files, whose headers are read. Changes nothing in the
     process; `apply` does. Raises ValueError for settings that do not fit the model or the device.
     """
+    rule, remedy = "be left out for weights that come from no file", "leave it out"
+    check(is_checkpoint or config.lora is None, "lora", rule, config.lora, remedy)
     device = resolve_device(config.device)
     kind, path = device.type, config.model if is_checkpoint else None
     dtype = getattr(torch, config.resolve_dtype(kind, model))

@@ -44,8 +44,8 @@ class ServerConfig(BaseSettings):
     )
     allowed_hosts: _Names = Field(
         default=(),
-        description="names under which clients may reach this server, separated by commas, * for any; "
-        "default: the loopback's names and `host`",
+        description="names under which clients may reach this server besides the loopback's, separated by "
+        "commas, * for any; default: `host`",
     )
     allowed_origins: _Names = Field(
         default=(),
@@ -83,7 +83,13 @@ class ServerConfig(BaseSettings):
     max_stop_chars: int = Field(default=256, ge=1, description="characters of a stop string")
     max_bias: int = Field(default=1024, ge=0, description="ids of logit_bias, and of stop_token_ids")
     max_schema_bytes: int = Field(
-        default=64 * 1024, ge=2, description="bytes of response_format, and of tools"
+        default=64 * 1024, ge=2, description="bytes of response_format, and of every other grammar"
+    )
+    max_tools_bytes: int = Field(
+        # Coding agents send 70 kB.
+        default=512 * 1024,
+        ge=2,
+        description="bytes of tools",
     )
     max_stored_bytes: int = Field(
         default=64 * 2**20,
@@ -164,19 +170,25 @@ class ServerConfig(BaseSettings):
         return tuple(found)
 
     def hosts(self) -> frozenset[str]:
-        """Return the names, in lower case, that a Host header may hold; `*` allows any name."""
-        own = (*LOOPBACK_NAMES, self.host)
-        return frozenset(name.lower().strip("[]") for name in (self.allowed_hosts or own))
+        """Return the names, in lower case, that a Host header may hold; `*` allows any name.
+
+        The loopback's are always allowed: probes on the same machine use them, and a web page of another name
+        cannot make a browser send them.
+        """
+        names = (*LOOPBACK_NAMES, *(self.allowed_hosts or (self.host,)))
+        return frozenset(name.lower().strip("[]") for name in names)
 
     def _check_access(self) -> None:
         if is_loopback(self.host):
             return
+        needs_names = self.host in ("0.0.0.0", "::") and not self.allowed_hosts
         if not self.read_keys() and not self.allow_anyone:
+            also = ", and list the server's names in allowed_hosts" if needs_names else ""
             raise ValueError(
                 f"host must be this machine's own without a key, got {self.host}; set "
-                f"{SERVER_ENV_PREFIX}API_KEY or api_key_file, or allow_anyone"
+                f"{SERVER_ENV_PREFIX}API_KEY or api_key_file, or allow_anyone{also}"
             )
-        if self.host in ("0.0.0.0", "::") and not self.allowed_hosts:
+        if needs_names:
             raise ValueError(
                 f"allowed_hosts must name this server for every address, got none with host {self.host}; "
                 "list its names, or * for any"

@@ -223,7 +223,8 @@ def check_limits(
     ]
     for name, schema in schemas.items():
         size = 0 if schema is None else len(json.dumps(schema).encode())
-        rules.append((name, size, config.max_schema_bytes, "bytes"))
+        most = config.max_tools_bytes if name == "tools" else config.max_schema_bytes
+        rules.append((name, size, most, "bytes"))
     for name, got, most, unit in rules:
         if got > most:
             raise ApiError(400, f"{name} must have at most {most} {unit}, got {got}; send fewer", param=name)

@@ -227,7 +227,8 @@ class OpenAIHandlers:
         forced = body.tool_choice if body.tool_choice not in ("auto", "none") else None
         tools = _dumped(body.tools)
         if forced is not None:
-            fields["tools"] = tools
+            # A forced call leaves no text that could have a format.
+            fields |= {"tools": tools, "response_format": None}
         return self._params(
             body,
             shown_tools=tools,

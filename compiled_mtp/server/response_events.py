@@ -12,7 +12,7 @@ from typing import Any
 from compiled_mtp.request import RequestOutput
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import Usage
-from compiled_mtp.server.responses_models import ResponsesBody
+from compiled_mtp.server.responses_models import NamespaceTool, ResponsesBody, full_name
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
 
 _STATUS = {"stop": "completed", "length": "incomplete"}
@@ -89,6 +89,13 @@ class ResponseBuilder:
         self._status = "in_progress"
         self.id = f"resp_{uuid.uuid4().hex}"
         self.is_stored = body.store is not False
+        # The items' fields of functions in namespaces, by the names that the model sees.
+        self._namespaced = {
+            full_name(tool.name, one.name): {"namespace": tool.name, "name": one.name}
+            for tool in body.tools or ()
+            if isinstance(tool, NamespaceTool)
+            for one in tool.tools
+        }
         self._head = _head_of(body)
 
     def begin(self) -> list[bytes]:
@@ -152,7 +159,8 @@ class ResponseBuilder:
                 (part,) = item["content"] or item["summary"]
                 message["reasoning_content"] = message.get("reasoning_content", "") + part["text"]
             else:
-                function = {"name": item["name"], "arguments": _object_of(item["arguments"])}
+                name = full_name(item.get("namespace"), item["name"])
+                function = {"name": name, "arguments": _object_of(item["arguments"])}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
         return message
@@ -172,7 +180,8 @@ class ResponseBuilder:
         item: dict[str, Any] = {"type": form.item, "id": f"{form.prefix}_{uuid.uuid4().hex}"}
         item["status"] = "in_progress"
         if isinstance(delta, CallStart):
-            item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": delta.name, "arguments": ""}
+            item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "arguments": ""}
+            item |= self._namespaced.get(delta.name, {"name": delta.name})
         elif form is _MESSAGE:
             item |= {"role": "assistant", "content": []}
         else:
@@ -270,7 +279,12 @@ def _head_of(body: ResponsesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": dumped(form) if form is not None else {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else dumped(choice),
-        "tools": [{"parameters": None, "strict": None, **dumped(tool)} for tool in tools],
+        "tools": [_repeat_tool(dumped(tool)) for tool in tools],
         "top_p": body.top_p,
         "truncation": "disabled",
     }
+
+
+def _repeat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that clients require of a function."""
+    return {"parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool

@@ -24,14 +24,17 @@ from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.response_events import ResponseBuilder
 from compiled_mtp.server.response_store import ResponseStore, StoredResponse
 from compiled_mtp.server.responses_models import (
+    AnyTool,
     CallItem,
     CallOutputItem,
     FunctionTool,
     Item,
     MessageItem,
     NamedFunction,
+    NamespaceTool,
     RefusalPart,
     ResponsesBody,
+    full_name,
 )
 from compiled_mtp.server.sse import EventStream, unless_gone
 
@@ -148,9 +151,10 @@ class ResponsesHandlers:
 
     def _schemas(self, body: ResponsesBody) -> dict[str, Any] | None:
         """Return the schemas of the tools that may be called, by name; None if no tool may be called."""
-        if body.tools and body.tool_choice != "none":
+        functions = functions_of(body.tools or ())
+        if functions and body.tool_choice != "none":
             self._service.check_call_form()
-            return {tool.name: tool.parameters or {} for tool in body.tools}
+            return {name: tool.parameters or {} for name, tool in functions.items()}
         if body.tool_choice not in (None, "none", "auto"):
             raise ApiError(
                 400, "tool_choice must be auto or none without tools; add tools", param="tool_choice"
@@ -159,8 +163,10 @@ class ResponsesHandlers:
 
     def _params(self, body: ResponsesBody) -> SamplingParams:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        tools = [_to_function(tool) for tool in body.tools or ()] or None
-        form = _response_format(body)
+        tools = _to_functions(body.tools or ()) or None
+        choice = body.tool_choice if body.tool_choice not in ("auto", "none") else None
+        # A forced call leaves no text that could have a format.
+        form = None if choice is not None else _response_format(body)
         check_limits(self._service.config, stops, (), (), tools=tools, text=form)
         fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
         fields |= {
@@ -168,7 +174,6 @@ class ResponsesHandlers:
             "stop": tuple(stops) or None,
             "response_format": form,
         }
-        choice = body.tool_choice if body.tool_choice not in ("auto", "none") else None
         if choice is not None:
             # The prompt already lists the tools; the engine needs them only to force a call.
             fields["tools"] = tools
@@ -193,7 +198,7 @@ class ResponsesHandlers:
         if effort is not None:
             variables["enable_thinking"] = effort != "none"
         if has_tools:
-            variables["tools"] = [_to_function(tool) for tool in body.tools or ()]
+            variables["tools"] = _to_functions(body.tools or ())
         return await self._service.prompts.render(with_instructions(body.instructions, messages), variables)
 
 
@@ -217,7 +222,7 @@ def to_template(items: Sequence[Item]) -> list[dict[str, Any]]:
     for index, item in enumerate(items):
         if isinstance(item, CallItem):
             arguments = arguments_of(item.arguments, f"input.{index}.arguments")
-            function = {"name": item.name, "arguments": arguments}
+            function = {"name": full_name(item.namespace, item.name), "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         elif isinstance(item, CallOutputItem):
@@ -251,10 +256,28 @@ def _text_of(content: str | Sequence[ContentPart | RefusalPart]) -> str:
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
-def _to_function(tool: FunctionTool) -> dict[str, Any]:
-    """Return a tool in the form of chats, which chat templates and the engine read."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+def functions_of(tools: Sequence[AnyTool]) -> dict[str, FunctionTool]:
+    """Return the functions that the model may call, by the names that it sees."""
+    found = {}
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            found[tool.name] = tool
+        elif isinstance(tool, NamespaceTool):
+            found |= {full_name(tool.name, one.name): one for one in tool.tools}
+    return found
+
+
+def _to_functions(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
+    """Return the functions in the form of chats, which chat templates and the engine read."""
+    return [
+        {
+            "type": "function",
+            "function": {"name": name}
+            | ({"description": tool.description} if tool.description is not None else {})
+            | ({"parameters": tool.parameters} if tool.parameters is not None else {}),
+        }
+        for name, tool in functions_of(tools).items()
+    ]
 
 
 def _response_format(body: ResponsesBody) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Refused, Unread
 from compiled_mtp.server.openai_models import CacheSalt, ContentPart, Priority
 
+_TOOLS = ("function", "namespace", "web_search", "web_search_preview")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -53,7 +54,7 @@ class CallItem(Body):
     id: Ignored = None
     status: Ignored = None
     caller: Ignored = None
-    namespace: None = None
+    namespace: str | None = None
 
 
 class CallOutputItem(Body):
@@ -66,7 +67,7 @@ class CallOutputItem(Body):
     status: Ignored = None
     caller: Ignored = None
     name: Ignored = None
-    namespace: None = None
+    namespace: Ignored = None
 
 
 class ReasoningText(Body):
@@ -112,6 +113,11 @@ Item = Annotated[
 ]
 
 
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "[web_search]" if kind == "web_search_preview" else f"[{kind}]"
+
+
 class FunctionTool(Body):
     """A tool that the model may call; `parameters` is a JSON schema."""
 
@@ -124,6 +130,48 @@ class FunctionTool(Body):
     cache_control: Ignored = None
     defer_loading: Annotated[Any, Unread((False,))] = None
     allowed_callers: Annotated[Any, Unread((["direct"],))] = None
+
+
+class NamespaceTool(Body):
+    """Tools whose names are unique together with the name of their namespace."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    tools: list[FunctionTool]
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model sees it."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+class SearchTool(Body):
+    """A web search, which agents add to every request; the model is not offered it."""
+
+    type: Literal["web_search", "web_search_preview"]
+    external_web_access: Ignored = None
+    filters: Ignored = None
+    search_context_size: Ignored = None
+    search_content_types: Ignored = None
+    user_location: Ignored = None
+
+
+def _check_tool(tool: Any) -> Any:
+    if isinstance(tool, dict) and tool.get("type") not in _TOOLS:
+        rule = f"be a tool of type {', '.join(_TOOLS)}"
+        context = {"rule": rule, "remedy": "leave it out; the service runs no tools of its own"}
+        raise PydanticCustomError(UNREAD_FIELD, "must be a known tool", context)
+    return tool
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("[function]")]
+    | Annotated[NamespaceTool, Tag("[namespace]")]
+    | Annotated[SearchTool, Tag("[web_search]")],
+    Discriminator(_tool_kind),
+    BeforeValidator(_check_tool),
+]
 
 
 class NamedFunction(Body):
@@ -184,7 +232,7 @@ class ResponsesBody(Body):
         default=None, description="false: the answer cannot be continued or read again"
     )
     stream: bool | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -220,3 +268,4 @@ class ResponsesBody(Body):
     prompt_cache_retention: Ignored = None
     stream_options: Ignored = None
     max_tool_calls: Ignored = None
+    client_metadata: Ignored = None

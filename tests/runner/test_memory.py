@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import (
     CacheShape,
@@ -450,3 +451,13 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     assert limits.num_snapshots > 0
     assert limits.prefix_host_records > 0
     assert limits.host_records > 0
+
+
+def test_a_limited_share_of_a_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * MIB, 80 * MIB))
+    for share, reserved, free in ((1.0, 0, 60), (0.5, 10, 30), (0.5, 50, 0)):
+        fraction, held = float(share), reserved * MIB
+        monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _, f=fraction: f)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _, h=held: h)
+        assert free_device_bytes(device) == free * MIB

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server import config as config_module
-from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig
 from compiled_mtp.server.errors import bounded
 from compiled_mtp.server.serve import HttpProtocol
 from compiled_mtp.server.sse import EventStream
@@ -56,6 +56,7 @@ def guarded(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         max_stop_chars=10,
         max_bias=2,
         max_schema_bytes=100,
+        max_tools_bytes=100,
         max_choices=3,
         max_prompt_chars=10_000,
     ) as server:
@@ -385,8 +386,12 @@ def test_addresses_that_other_machines_reach_need_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ServerConfig().host == "127.0.0.1"
-    with pytest.raises(ValueError, match="host must be this machine's own without a key"):
+    # Both that is missing is said at once.
+    also = r"allow_anyone, and list the server's names in allowed_hosts$"
+    with pytest.raises(ValueError, match=f"host must be this machine's own without a key.*{also}"):
         ServerConfig(host="0.0.0.0")
+    with pytest.raises(ValueError, match=r"host must be this machine's own without a key.*allow_anyone$"):
+        ServerConfig(host="192.0.2.1")
     with pytest.raises(ValueError, match="allowed_hosts must name"):
         ServerConfig(host="0.0.0.0", allow_anyone=True)
     # A client that sends no key counts as sending the empty key.
@@ -397,7 +402,7 @@ def test_addresses_that_other_machines_reach_need_a_key(
     monkeypatch.setenv("COMPILED_MTP_SERVER_API_KEY", "from-environment")
     config = ServerConfig(host="0.0.0.0", allowed_hosts="a.example")
     assert config.read_keys() == ("from-environment",)
-    assert config.hosts() == {"a.example"}
+    assert config.hosts() == {"a.example", *LOOPBACK_NAMES}
     assert "from-environment" not in repr(config)
     EngineConfig()  # The engine ignores the server's variables.
     monkeypatch.setenv("COMPILED_MTP_SERVER_WHAT", "1")

@@ -37,6 +37,7 @@ from compiled_mtp.server.responses_models import (
     ReasoningConfig,
     ReasoningItem,
     ResponsesBody,
+    SearchTool,
     TextConfig,
     TextFormat,
 )
@@ -140,6 +141,7 @@ RESPONSES = (
     CallOutputItem,
     ReasoningItem,
     FunctionTool,
+    SearchTool,
     TextFormat,
     TextConfig,
     ReasoningConfig,

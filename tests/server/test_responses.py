@@ -234,11 +234,40 @@ def test_forced_calls(scripted: Any, choice: Any, is_parallel: bool) -> None:
     server, engine, form = scripted
     call = CALLS[form][CALLS[form].index("<tool_call>") :]
     engine.say(call)
+    # A forced call has no text, whose form would be another grammar.
+    text: Any = {"format": {"type": "json_object"}}
     answer = client_of(server).responses.create(
-        model="m", input="x", tools=[WEATHER], tool_choice=choice, parallel_tool_calls=is_parallel
+        model="m", input="x", tools=[WEATHER], tool_choice=choice, parallel_tool_calls=is_parallel, text=text
     )
+    assert engine.seen[-1][1].response_format is None
     assert [item.type for item in answer.output] == ["function_call"]
     check_forced_calls(engine, form, call, is_parallel)
+
+
+def test_namespaces_are_part_of_a_functions_name(scripted: Any) -> None:
+    server, engine, form = scripted
+    call = CALLS[form][CALLS[form].index("<tool_call>") :]
+    engine.say(call.replace("get_weather", "sky.get_weather"))
+    tools: Any = [
+        {"type": "namespace", "name": "sky", "description": "d", "tools": [WEATHER]},
+        {"type": "web_search", "external_web_access": True},
+    ]
+    client = client_of(server)
+    answer = client.responses.create(
+        model="m", input="x", tools=tools, extra_body={"client_metadata": {"a": "b"}}
+    )
+    (item,) = answer.output
+    assert (item.namespace, item.name) == ("sky", "get_weather")  # type: ignore[union-attr]
+    assert '"name": "sky.get_weather"' in prompt_of(engine)
+    assert "web_search" not in prompt_of(engine)
+    assert [tool.type for tool in answer.tools] == ["namespace", "web_search"]
+    result: Any = {"type": "function_call_output", "call_id": item.call_id, "output": "wet"}  # type: ignore[union-attr]
+    history: Any = [{"role": "user", "content": "x"}, item.to_dict(), result]
+    client.responses.create(model="m", input=history, tools=tools)
+    sent = prompt_of(engine)
+    assert "<tool_call>sky.get_weather" in sent
+    client.responses.create(model="m", input=[result], tools=tools, previous_response_id=answer.id)
+    assert prompt_of(engine) == sent
 
 
 def test_a_failure_ends_the_stream_by_name(served: Any) -> None:
@@ -277,7 +306,8 @@ def test_a_failure_ends_the_stream_by_name(served: Any) -> None:
             "input.0.arguments",
             "must be the text of a JSON object",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function', got 'web_search'"),
+        ({"tools": [{"type": "mcp"}]}, "tools.0", "must be a tool of type function, namespace, web_search, "),
+        ({"tools": [{"type": "function"}]}, "tools.0.name", "must be given"),
         ({"tool_choice": "required"}, "tool_choice", "must be auto or none without tools"),
         (
             {"conversation": "c"},

@@ -30,8 +30,9 @@ const EXAMPLES = {
 // The checkpoint that ships with the engine continues Python source; it was not trained on conversations.
 const SHIPPED = "default_model";
 
-let turns = [];
 let answers = [];
+// The answer whose prompt is being edited; null for none.
+let edited = null;
 let running = null;
 let isModeSettled = false;
 const panel = new Panel((answer, number) => show(answer, number === null ? null : answer.rounds.list[number], null));
@@ -88,7 +89,48 @@ function setRunning(controller) {
   if (!controller && focused === "stop") prompt.focus();
 }
 
-function requestOf(text) {
+/** Return the messages of the chat before `end`, an answer that will be replaced; null for all. */
+function history(end) {
+  const kept = end === null ? answers : answers.slice(0, answers.indexOf(end));
+  return kept
+    .filter((one) => one.isChat && !one.isLeftOut)
+    .flatMap((one) => [{ role: "user", content: one.asked }, { role: "assistant", content: one.content }]);
+}
+
+/** Remove the answers of the chat from one on. */
+function dropFrom(first) {
+  const at = answers.indexOf(first);
+  const dropped = answers.filter((one, index) => index >= at && one.isChat);
+  answers = answers.filter((one) => !dropped.includes(one));
+  for (const one of dropped) one.turn.remove();
+}
+
+function edit(answer) {
+  edited = answer;
+  byId("editing").hidden = answer === null;
+  if (answer === null) return;
+  prompt.value = answer.asked;
+  prompt.focus();
+}
+
+/** Ask for an answer again, in the place of the turns from it on; a completion is answered below. */
+function again(answer) {
+  if (running) return;
+  edit(null);
+  send(answer.asked, answer.isChat ? answer : null);
+}
+
+/** Offer each ended answer's actions: in a chat a turn can be edited, and the last answer made again. */
+function offerActions() {
+  const last = answers.at(-1);
+  for (const answer of answers.filter((one) => !one.isRunning)) {
+    const actions = answer.isChat ? [["Edit prompt", (one) => !running && edit(one)]] : [];
+    if (answer === last || !answer.isChat) actions.unshift(["Regenerate", again]);
+    answer.offer(actions);
+  }
+}
+
+function requestOf(text, replaced) {
   const shared = {
     model: byId("model").value,
     stream: true,
@@ -98,13 +140,14 @@ function requestOf(text) {
   };
   if (mode() === "text") return ["/v1/completions", { ...shared, prompt: text }];
   const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-  return ["/v1/chat/completions", { ...shared, messages: [...system, ...turns, { role: "user", content: text }] }];
+  return ["/v1/chat/completions", { ...shared, messages: [...system, ...history(replaced), { role: "user", content: text }] }];
 }
 
 function begin(text) {
   const isChat = mode() === "chat";
   byId("welcome").hidden = true;
-  const answer = new Answer(isChat ? "" : text, (one, round, span) => show(one, round, span));
+  const answer = new Answer(text, isChat, (one, round, span) => show(one, round, span));
+  answer.format(byId("formatted").checked);
   if (isChat) {
     const said = document.createElement("p");
     said.className = "said";
@@ -128,21 +171,23 @@ function keepEnd(change) {
   if (isAtEnd) transcript.scrollTop = transcript.scrollHeight;
 }
 
-async function send(text) {
+/** Send a prompt; the answer replaces the chat's turns from `replaced` on, if it is given. */
+async function send(text, replaced = null) {
   const controller = new AbortController();
   setRunning(controller);
   // The server may have been starting when the page was loaded.
   const isReady = byId("model").value !== "" || (await start(controller.signal));
-  const asked = isReady ? ask(text) : null;
+  const asked = isReady ? ask(text, replaced) : null;
+  if (asked && replaced) dropFrom(replaced);
   if (asked) await follow(text, asked, controller.signal);
   else putBack(text);
   setRunning(null);
 }
 
 /** Return the request for a prompt; if a field is wrong, show the error and return null. */
-function ask(text) {
+function ask(text, replaced) {
   try {
-    return requestOf(text);
+    return requestOf(text, replaced);
   } catch (error) {
     showError(error);
     return null;
@@ -150,11 +195,11 @@ function ask(text) {
 }
 
 async function follow(text, [path, body], signal) {
-  const isChat = mode() === "chat";
   showError(null);
   say("Answering…");
   const answer = begin(text);
-  prompt.value = "";
+  // Another text in the box is not the one that was sent.
+  if (prompt.value.trim() === text.trim()) prompt.value = "";
   try {
     for await (const chunk of stream(path, body, signal)) {
       answer.usage = chunk.usage ?? answer.usage;
@@ -168,9 +213,11 @@ async function follow(text, [path, body], signal) {
   // A chat template may refuse an answer that is empty, or two prompts in a row.
   const isGood = !answer.error && answer.content !== "";
   if (!isGood) putBack(text);
-  else if (isChat) turns.push({ role: "user", content: text }, { role: "assistant", content: answer.content });
-  answer.isLeftOut = isChat && !isGood;
-  keepEnd(() => answer.end());
+  answer.isLeftOut = answer.isChat && !isGood;
+  keepEnd(() => {
+    answer.end();
+    offerActions();
+  });
   panel.draw();
   if (!answer.error) say(`${answer.finishReason === "stopped" ? "Stopped" : "Done"}: ${answer.summary()}`);
 }
@@ -195,8 +242,8 @@ function fail(answer, error) {
 }
 
 function begins() {
-  turns = [];
   answers = [];
+  edit(null);
   for (const turn of transcript.querySelectorAll(".turn")) turn.remove();
   byId("welcome").hidden = false;
   hideCard();
@@ -241,6 +288,7 @@ async function start(signal) {
   if (models.some((model) => model.id === chosen)) byId("model").value = chosen;
   byId("key-form").hidden = true;
   showError(null);
+  byId("shipped").hidden = models[0].root !== SHIPPED;
   if (models[0].root === SHIPPED && !isModeSettled) document.querySelector("input[value=text]").checked = true;
   isModeSettled = true;
   showMode();
@@ -250,7 +298,10 @@ async function start(signal) {
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!running && prompt.value.trim()) send(prompt.value);
+  if (running || !prompt.value.trim()) return;
+  const replaced = edited;
+  edit(null);
+  send(prompt.value, replaced);
 });
 prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
@@ -260,17 +311,26 @@ prompt.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || isComposing(event)) return;
   if (isCardOpen()) hideCard();
-  else running?.abort();
+  else if (running) running.abort();
+  else edit(null);
 });
 byId("stop").addEventListener("click", () => {
   running?.abort();
   prompt.focus();
 });
 byId("new").addEventListener("click", begins);
+byId("cancel").addEventListener("click", () => {
+  edit(null);
+  prompt.focus();
+});
+byId("formatted").addEventListener("change", (event) => {
+  for (const answer of answers) answer.format(event.target.checked);
+});
 byId("colours").addEventListener("change", (event) => document.body.classList.toggle("coloured", event.target.checked));
 for (const choice of document.querySelectorAll("input[name=mode]")) {
   choice.addEventListener("change", () => {
     isModeSettled = true;
+    edit(null);
     showMode();
   });
 }
