@@ -28,6 +28,7 @@ class WeightControl:
     runner: Runner
     scheduler: Scheduler
     _inbox: Inbox
+    _is_closed: bool
     _turn: Turn
     _interruption: str | None
     # Why no request can be served, None while the weights are whole.
@@ -37,9 +38,6 @@ class WeightControl:
     _has_given_weights = False
 
     def _tidy(self) -> None:
-        raise NotImplementedError
-
-    def _check_open(self) -> None:
         raise NotImplementedError
 
     def _step_once(self) -> StepPlan | None:
@@ -140,6 +138,10 @@ class WeightControl:
             self.scheduler.end_begun(held, _REPLACED)
         while not self.scheduler.is_idle(held):
             self._step_once()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("engine must be open, got one that was closed; make another")
 
     def _check_serves(self, params: SamplingParams | None) -> None:
         """Raise ValueError while the weights are of no use, and for experts that nothing records."""

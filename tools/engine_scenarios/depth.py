@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from released_shapes import rate_for
 
+from compiled_mtp.benchmarks.released_shapes import rate_for
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.models.hf_config import read_model_config
@@ -125,6 +125,7 @@ class Bench:
             max_model_len=self.runner.memory.max_model_len,
             prefill_chunk=spec.prefill_chunk,
             mtp_step=spec.mtp_step,
+            max_drafts=spec.max_drafts,
             max_in_flight=spec.max_in_flight,
         )
         self.scheduler = Scheduler(limits, depth=self._choose)
