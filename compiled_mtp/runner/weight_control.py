@@ -20,6 +20,7 @@ Running: TypeAlias = Literal["finish", "abort"]
 """What happens to requests that have begun: they are decoded to their ends, or end with "abort"."""
 
 _REPLACED = "the engine's weights were replaced before it finished; send it again"
+_SLEPT = "the engine was put to sleep before it finished; send it again"
 
 
 class WeightControl:
@@ -66,7 +67,7 @@ class WeightControl:
             update = self.runner.check_update(source)
             held = self.scheduler.hold_new()
             try:
-                self._settle(held, running)
+                self._settle(held, running, _REPLACED)
                 self.runner.drop_launches()
                 self.scheduler.drop_prefixes()
                 self._unavailable = "an update of its weights has failed; call update_weights again"
@@ -95,7 +96,7 @@ class WeightControl:
             self._check_open()
             self._check_weights()
             self._inbox.hand_over()
-            self._settle((), running)
+            self._settle((), running, _SLEPT)
             self.scheduler.drop_prefixes()
             self._unavailable = "it sleeps; call wake_up"
             self.runner.sleep()
@@ -132,10 +133,10 @@ class WeightControl:
         self._has_given_weights = update.path is None
         self._weights_path = update.path or self._weights_path
 
-    def _settle(self, held: Collection[ScheduledRequest], running: Running) -> None:
-        """Decode, or end, every request that is not `held`, and read every launch."""
+    def _settle(self, held: Collection[ScheduledRequest], running: Running, error: str) -> None:
+        """Decode every request that is not `held`, or end it with `error`; read every launch."""
         if running == "abort":
-            self.scheduler.end_begun(held, _REPLACED)
+            self.scheduler.end_begun(held, error)
         while not self.scheduler.is_idle(held):
             self._step_once()
 

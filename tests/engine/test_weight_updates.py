@@ -240,9 +240,16 @@ def test_sleep_gives_the_memory_back(paths: list[Path], expected: list[list[int]
         engine.wake_up()
     assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[0]
     engine.scheduler.check_integrity()
-    asleep = make_engine(paths[0])
-    asleep.sleep()
-    asleep.close()
+    engine.add_request(prompt_token_ids=PROMPTS[1], params=LONG, request_id="b")
+    for _ in range(5):
+        engine.step()
+    engine.sleep(running="abort")
+    outputs.clear()
+    collect(engine, outputs)
+    last = outputs["b"][-1]
+    assert last.finish_reason == "abort"
+    assert last.error == "the engine was put to sleep before it finished; send it again"
+    engine.close()
 
 
 def test_an_engine_wakes_with_its_last_weights(paths: list[Path], expected: list[list[int]]) -> None:
