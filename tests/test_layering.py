@@ -28,6 +28,7 @@ ROOMS = (
     "communicators",
     "gguf",
     "models",
+    "vision",
     "step_output",
     "step",
     "rounds",

@@ -18,7 +18,7 @@ from compiled_mtp.models.stored_weight import StoredWeight
 _TRUNK_PREFIXES = ("model.language_model.", "model.")
 # The beginnings of names that have no trunk's prefix.
 _UNPREFIXED = ("mtp.", "lm_head.")
-_SKIPPED_PREFIXES = ("model.visual.",)
+_VISUAL_PREFIX = "model.visual."
 _AGAIN = "download it again"
 
 
@@ -62,7 +62,7 @@ def read_headers(root: Path) -> dict[str, Header]:
     """
     found: dict[str, Header] = {}
     for header in _read_files(root):
-        if header.name.startswith(_SKIPPED_PREFIXES):
+        if header.name.startswith(_VISUAL_PREFIX):
             continue
         name = _without_prefix(header.name)
         if name in found:
@@ -72,6 +72,15 @@ def read_headers(root: Path) -> dict[str, Header]:
             )
         found[name] = header
     return found
+
+
+def read_visual_headers(root: Path) -> dict[str, Header]:
+    """The tensors of the vision tower in the checkpoint folder `root`, by name without their prefix.
+
+    Raises ValueError as `read_headers` does for its files.
+    """
+    found = (header for header in _read_files(root) if header.name.startswith(_VISUAL_PREFIX))
+    return {header.name.removeprefix(_VISUAL_PREFIX): header for header in found}
 
 
 def _without_prefix(name: str) -> str:
