@@ -31,6 +31,7 @@ from compiled_mtp.scheduler.turn import Turn
 from compiled_mtp.spec.depth import Reason, first_depth
 from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.spec.stats import SpeculationStats
+from compiled_mtp.vision.images import ImageInput
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,11 +171,15 @@ class Engine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[ImageInput] | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
         """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
 
+        `images`: those of the `<|image_pad|>` tokens of the prompt, in order, or of the content parts
+        {"type": "image"} of the messages; a part may also hold its own, as {"type": "image", "image": ...}.
+        They are decoded here, in the caller's thread.
         A request of lower `priority` starts sooner, and is preempted later when blocks run short. The outputs
         of each of `params.n` choices carry its index. Grammars are compiled here, in the caller's thread.
         Fields of `params` that were not set come from the checkpoint's generation_config.json. Any thread,
@@ -189,7 +194,12 @@ class Engine:
         if request_id in self._streams:
             # The stream would take the outputs of this request, and ending the stream would end it.
             raise id_in_use(request_id)
-        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        given = {
+            "prompt": prompt,
+            "prompt_token_ids": prompt_token_ids,
+            "messages": messages,
+            "images": images,
+        }
         return self._inbox.put(self._make_choices(request_id or "", params, given, priority))
 
     def _make_choices(
@@ -316,6 +326,7 @@ class Engine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Chat | None = None,
+        images: Sequence[ImageInput] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Queue a request as `add_request` does, step until it has ended, and yield the outputs of all its
         choices as they come.
@@ -324,7 +335,12 @@ class Engine:
         other streams and `step` may be used; `step` returns none of the stream's outputs. The request of a
         stream that is left before its end is ended by the next step.
         """
-        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        given = {
+            "prompt": prompt,
+            "prompt_token_ids": prompt_token_ids,
+            "messages": messages,
+            "images": images,
+        }
         own: list[weakref.ref[Generator[RequestOutput, None, None]]] = []
         stream = self._stream(own, params, given)
         own.append(weakref.ref(stream))

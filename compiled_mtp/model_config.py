@@ -166,6 +166,18 @@ class ModelConfig:
         return self.num_layers - self.num_attention_layers
 
     @property
+    def active_weights(self) -> int:
+        """Weights of the layers that a token is multiplied by, without embedding and head."""
+        hidden, ffn = self.hidden_size, 3 * self.intermediate_size
+        if self.is_moe:
+            experts = self.num_experts_per_tok * self.moe_intermediate_size
+            ffn = self.num_experts + 3 * (experts + self.shared_expert_intermediate_size)
+        attention = self.qkv_dim + self.num_q_heads * self.head_dim
+        mixers = self.num_attention_layers * attention
+        mixers += self.num_gdn_layers * (self.linear_proj_dim + self.linear_value_dim)
+        return hidden * (mixers + self.num_layers * ffn)
+
+    @property
     def head_vocab_size(self) -> int:
         """Rows of an untied output head on one rank; a tied head is the embedding, whole on each rank."""
         return self.vocab_size // self.world

@@ -13,7 +13,7 @@ from compiled_mtp.ops.features import RECENT_IDS
 
 # The rows' values at admission. Sampling parameters come with the admission itself; the other rows are
 # written before they are read.
-_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0}
+_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0, "rotary_delta": 0}
 
 
 def sampling_bytes(vocab_size: int) -> int:
@@ -33,10 +33,12 @@ class SlotState(nn.Module):
     last num_deferred [slots] int64 positions up to pos. The sampling tables are those of `SamplingTables`,
     written by `write_sampling`. A request whose features need them counts its emitted tokens in
     output_counts [slots, vocab_size] and keeps the last ones in recent_ids [slots, RECENT_IDS].
+    rotary_delta [slots] int64: as in `Admit`.
     """
 
     base: torch.Tensor
     pos: torch.Tensor
+    rotary_delta: torch.Tensor
     last_token: torch.Tensor
     drafts: torch.Tensor
     block_table: torch.Tensor
@@ -77,7 +79,7 @@ class SlotState(nn.Module):
         def buffer(name: str, shape: tuple[int, ...], kind: torch.dtype, value: float = 0) -> None:
             self.register_buffer(name, torch.full(shape, value, dtype=kind, device=device))
 
-        for name in ("base", "pos", "last_token", "seed", "min_position", "num_deferred"):
+        for name in ("base", "pos", "last_token", "seed", "min_position", "num_deferred", "rotary_delta"):
             buffer(name, (slots,), torch.int64)
         buffer("drafts", (slots, max(mtp_step, 1)), torch.int64)
         buffer("block_table", (slots, max_blocks), torch.int32, -1)

@@ -140,7 +140,7 @@ def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
         for name, weight in sorted(read_stored(model).items(), key=lambda item: item[0]):
             digest.update(repr((name, weight.dtype, weight.shape, weight.file.stat().st_size)).encode())
     package = Path(__file__).parents[1]
-    folders = [package / name for name in ("cache", "graphs", "models", "ops", "parallel")]
+    folders = [package / name for name in ("cache", "graphs", "models", "ops", "parallel", "vision")]
     return {
         "Python": platform.python_version(),
         "torch": torch.__version__,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import Release, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build
 from compiled_mtp.runner.cache_key import early_key, late_key
@@ -51,7 +51,8 @@ class Runner:
         save_to: Path | None = None,
     ) -> None:
         self.spec = spec
-        self.memory, self.step, self.programs, self.moves, self.later = build(spec, progress, fill, save_to)
+        parts = build(spec, progress, fill, save_to)
+        self.memory, self.step, self.programs, self.moves, self.later, self.encoder = parts
         self.waited_s = 0.0
         # Plans whose launch has succeeded so far.
         self.num_launched = 0
@@ -109,6 +110,8 @@ class Runner:
         """Forget every launch and all that an interrupted launch may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
+        if self.encoder is not None:
+            self.encoder.clear()
         self.programs.forget_batches()
         # If the wait is interrupted, `run` waits before the next launch: copies may still write to memory
         # that other requests own by then.
@@ -132,6 +135,8 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> tuple[_HostBuffer, tuple[int, ...]]:
         failed = self.moves.carry_out(plan)
+        if self.encoder is not None:
+            self.encoder.release({move.slot for move in plan.moves if isinstance(move, Release)})
         output = self._start(plan)
         self.moves.save(plan)
         return self._fetch(output), failed
@@ -143,8 +148,14 @@ class Runner:
             programs.catch_up(plan.slots)
         if plan.kind == "decode":
             return programs.decode(plan.slots, plan.shape)
+        if plan.kind == "encode":
+            assert self.encoder is not None
+            assert plan.encoded is not None
+            self.encoder.encode(plan.slots[0], plan.encoded)
+            return None
         if plan.kind == "prefill":
             scored = programs.prefill(plan.slots, plan.prompt_chunks)
+            self._drop_features(plan)
             ended = [plan.slots[index] for index in plan.ended]
             output = programs.first_token(ended, plan.shape.chain) if ended else None
             if scored is None:
@@ -160,6 +171,12 @@ class Runner:
         if plan.kind == "verify":
             programs.verify(plan.slots, plan.shape)
         return None
+
+    def _drop_features(self, plan: StepPlan) -> None:
+        """Free the features that a planned prefill has read."""
+        if self.encoder is not None:
+            for slot, prompt_chunk in zip(plan.slots, plan.prompt_chunks, strict=True):
+                self.encoder.drop_used(slot, prompt_chunk.start + len(prompt_chunk.token_ids))
 
     def _upload_masks(self, plan: StepPlan) -> torch.Tensor | None:
         """The masks of a plan on the device; None for a plan without masks."""

@@ -23,6 +23,7 @@ from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
 from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.scheduler.limits import TowerCost
 from compiled_mtp.spec.depth import first_depth
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,22 @@ class EngineSpec:
     def max_prompt_chunks(self) -> int:
         """The most prompts of a launch."""
         return prompt_chunk_limit(self.prefill_chunk, self.config.max_batch)
+
+    @property
+    def tower(self) -> TowerCost | None:
+        """What a slice of the vision tower may cost: as much as a prompt chunk while rounds wait."""
+        vision = self.model.vision
+        if vision is None:
+            return None
+        size = vision.hidden_size
+        return TowerCost(
+            depth=vision.depth,
+            patches=vision.merge_size**2,
+            per_patch=4 * size**2 + 2 * size * vision.intermediate_size,
+            # Scores and sums; attention runs at about half the speed of products.
+            per_pair=2 * 2 * size,
+            most=self.busy_chunk * self.model_shard.active_weights,
+        )
 
     @property
     def rank(self) -> int:

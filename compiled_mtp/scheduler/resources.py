@@ -40,8 +40,9 @@ class ScheduledRequest:
     is_looked_up: the prefix cache has counted its lookup. is_installed: a plan has installed it in its slot.
     is_first_token_due: its first token is planned, and the result not read. is_in_open_round: the verify of
     its two-phase round is planned, and the accept not. drafts: those of its next round, if its grammar or its
-    caller needs them. num_deferred: its deferred draft inputs, one for each round without drafts. transfer:
-    its move in progress. replay: the recomputation of its tokens.
+    caller needs them. num_deferred: its deferred draft inputs, one for each round without drafts.
+    num_encoded: images of its prompt whose features are planned or cached; next_layer: of the next image, the
+    next layer of the vision tower. transfer: its move in progress. replay: the recomputation of its tokens.
     """
 
     request: Request
@@ -61,6 +62,8 @@ class ScheduledRequest:
     is_in_open_round: bool = False
     drafts: Sequence[int] = ()
     num_deferred: int = 0
+    num_encoded: int = 0
+    next_layer: int = 0
     transfer: Transfer | None = None
     replay: Replay | None = None
 
@@ -93,8 +96,13 @@ class ScheduledRequest:
         self.slot, self.block_ids, self.num_prefilled = 0, [], 0
         self.is_installed = self.is_first_token_due = False
         self.drafts, self.num_deferred = (), 0
+        self.forget_features()
         known = self.request.output_token_ids
         self.replay = Replay(tuple(known)) if known else None
+
+    def forget_features(self) -> None:
+        """Encode its images anew: the device has freed their features."""
+        self.num_encoded = self.next_layer = 0
 
     @property
     def location(self) -> Location | None:
@@ -308,6 +316,10 @@ class Resources:
         }
         installed |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
         self._pending_releases = [slot for slot in self._all_slots() if slot not in installed]
+        for slot in self._pending_releases:
+            # A release frees the features of an owner that no prompt chunk has installed.
+            if slot in self.owners:
+                self.owners[slot].forget_features()
 
     def all_block_updates(self) -> list[BlockUpdate]:
         """Return the block-table entries of all requests that are installed in a slot or copied to one."""

@@ -1,4 +1,4 @@
-"""Decodes images with Pillow and resizes them to whole cells; refuses whatever is not a plain picture."""
+"""Decodes images with Pillow and resizes them to whole cells; refuses what is no plain picture. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from compiled_mtp.errors import check, fail, quote, shown
 from compiled_mtp.model_config import VisionConfig
-from compiled_mtp.vision.patches import smart_resize
+from compiled_mtp.vision.sizes import smart_resize
 
 if TYPE_CHECKING:
     from PIL import Image

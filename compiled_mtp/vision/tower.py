@@ -122,6 +122,15 @@ def empty_tower(config: VisionConfig, dtype: torch.dtype, device: torch.device) 
     return tower.to(dtype).to_empty(device=device)
 
 
+def random_tower(config: VisionConfig, dtype: torch.dtype, device: torch.device) -> VisionTower:
+    """A tower of random weights that keep activations near 1, for benchmarks."""
+    tower, generator = empty_tower(config, dtype, device), torch.Generator(device).manual_seed(0)
+    for parameter in tower.parameters():
+        columns = parameter.shape[1] if parameter.dim() == 2 else 1
+        parameter.normal_(std=columns**-0.5, generator=generator)
+    return tower
+
+
 def tower_bytes(config: VisionConfig, itemsize: int) -> int:
     """The most bytes that one image takes while the tower runs, features included.
 

@@ -7,20 +7,22 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.errors import check, shown
+from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.models.comparison import first_few
 from compiled_mtp.models.finite import find_not_finite
 from compiled_mtp.models.headers import Header, read_visual_headers
-from compiled_mtp.vision.tower import VisionTower
+from compiled_mtp.vision.tower import VisionTower, empty_tower
 
 _FLOATS = ("BF16", "F16", "F32")
 
 
-def check_tower(tower: VisionTower, path: Path) -> dict[str, Header]:
-    """Return the stored tensors of a tower, whose parameters may be on the meta device.
+def check_tower(config: VisionConfig, path: Path) -> dict[str, Header]:
+    """Return the stored tensors of the tower in the checkpoint folder `path`, by the parameters' names.
 
     Raises ValueError that names the first tensors that are missing, unused, or of another shape or dtype.
     """
-    headers, parameters = read_visual_headers(path), dict(tower.named_parameters())
+    meta = empty_tower(config, torch.float32, torch.device("meta"))
+    headers, parameters = read_visual_headers(path), dict(meta.named_parameters())
     wrong = [
         f"{shown(header.name)} of {shown(header.dtype)} {shown(list(header.shape))}"
         for name, header in headers.items()
@@ -40,19 +42,24 @@ def check_tower(tower: VisionTower, path: Path) -> dict[str, Header]:
 
 
 @torch.no_grad()
-def load_tower(tower: VisionTower, path: Path, *, is_checked: bool) -> None:
-    """Fill the parameters from the checkpoint folder `path`.
+def load_tower(
+    config: VisionConfig, path: Path, dtype: torch.dtype, device: torch.device, *, is_checked: bool
+) -> VisionTower:
+    """Return the tower of the checkpoint folder `path`.
 
-    is_checked: search them for NaN and infinity. Raises ValueError as `check_tower` does, and for weights
-    that are not finite.
+    is_checked: search its parameters for NaN and infinity. Raises ValueError as `check_tower` does, before
+    anything is allocated, and for weights that are not finite.
     """
+    headers = check_tower(config, path)
+    tower = empty_tower(config, dtype, device)
     parameters = dict(tower.named_parameters())
-    for name, header in check_tower(tower, path).items():
+    for name, header in headers.items():
         whole = tuple(slice(0, size) for size in header.shape)
         parameters[name].copy_(header.read(whole).reshape(parameters[name].shape))
     wrong = find_not_finite(parameters) if is_checked else []
     remedy = "check the checkpoint's files"
     check(not wrong, "model.visual.*", "be finite", f"NaN or infinity in {first_few(wrong)}", remedy)
+    return tower
 
 
 def _flat(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:

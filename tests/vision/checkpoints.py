@@ -131,6 +131,7 @@ class VisionOracle:
     model: Any
     processor: Any
     image_token_id: int
+    num_ids: int
 
     @torch.no_grad()
     def features(self, image: Image.Image) -> torch.Tensor:
@@ -159,6 +160,8 @@ class VisionOracle:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            # The engine draws no ids that the tokenizer lacks.
+            suppress_tokens=[*range(self.num_ids, self.model.config.text_config.vocab_size)],
         )
         return made[0, len(token_ids) :].tolist()
 
@@ -171,4 +174,6 @@ def vision_oracle(directory: Path) -> VisionOracle:
     config = json.loads((directory / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    return VisionOracle(model, Qwen2VLImageProcessorPil.from_pretrained(directory), config["image_token_id"])
+    processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
+    num_ids = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
+    return VisionOracle(model, processor, config["image_token_id"], num_ids)

@@ -13,8 +13,9 @@ from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import ImageSpan
 from compiled_mtp.vision.images import prepare_image
-from compiled_mtp.vision.patches import patchify, smart_resize
+from compiled_mtp.vision.patches import patchify
 from compiled_mtp.vision.positions import rotary_positions
+from compiled_mtp.vision.sizes import smart_resize
 from tests.vision.checkpoints import VisionOracle, picture
 
 

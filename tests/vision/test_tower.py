@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.vision.images import PreparedImage, prepare_image
-from compiled_mtp.vision.tower import VisionTower, empty_tower
+from compiled_mtp.vision.tower import VisionTower
 from compiled_mtp.vision.weights import load_tower
 from tests.vision.checkpoints import (
     DEPTH,
@@ -26,9 +26,7 @@ from tests.vision.checkpoints import (
 def make_tower(directory: Path) -> VisionTower:
     config = read_model_config(directory, max_pixels=1 << 20).vision
     assert config is not None
-    tower = empty_tower(config, torch.float32, torch.device("cpu"))
-    load_tower(tower, directory, is_checked=True)
-    return tower
+    return load_tower(config, directory, torch.float32, torch.device("cpu"), is_checked=True)
 
 
 def features(tower: VisionTower, image: PreparedImage, slice_layers: int) -> torch.Tensor:

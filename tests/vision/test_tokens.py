@@ -1,0 +1,236 @@
+"""Tokens of prompts with images: transformers', and the same ones whatever else the engine does."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import SamplingParams
+from compiled_mtp.vision.positions import rotary_positions
+from tests.checkpoints import oracle
+from tests.communicators.threads import engine_of
+from tests.engines import LateCopyStream, collect, make_engine, run_to_end
+from tests.vision.checkpoints import VisionOracle
+from tests.vision.traffic import SIZES, add, expand, make_prompt, pad_of, requests
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+
+
+def engine_with_images(directory: Path, **options: Any) -> Engine:
+    return make_engine(directory, max_images=8, **options)
+
+
+@cache
+def plain_streams(directory: Path) -> dict[str, list[int]]:
+    """Each request decoded alone, one token at a time, from its beginning."""
+    engine = engine_with_images(directory, mtp_step=0, max_batch=1, prefix_cache=False, prefill_chunk=512)
+    tokens: dict[str, list[int]] = {}
+    for name, (prompt, params) in requests(pad_of(directory)).items():
+        add(engine, name, prompt, params)
+        tokens |= run_to_end(engine)
+    return tokens
+
+
+def decode_mixed(engine: Engine, seed: int) -> dict[str, list[int]]:
+    """Run the traffic together; requests are added at random moments."""
+    rng, tokens = random.Random(seed), dict[str, list[int]]()
+    assert engine.model_config.vision is not None
+    waiting = list(requests(engine.model_config.vision.image_token_id).items())
+    rng.shuffle(waiting)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (rng.random() < 0.3 or not engine.has_unfinished_requests()):
+            name, (prompt, params) = waiting.pop()
+            add(engine, name, prompt, params)
+        collect(tokens, engine.step())
+        engine.scheduler.check_integrity()
+    assert engine.stats().blocks_used == 0
+    assert engine.runner.encoder is not None
+    assert engine.runner.encoder.num_held == 0
+    return tokens
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_greedy_tokens_are_those_of_transformers(family: str, request: pytest.FixtureRequest) -> None:
+    directory: Path = request.getfixturevalue(family)
+    reference: VisionOracle = request.getfixturevalue(f"{family}_oracle")
+    engines = [engine_with_images(directory, mtp_step=depth) for depth in (0, 3)]
+    for sizes in (SIZES[1], SIZES[2], SIZES[4]):
+        prompt = make_prompt(sizes, len(sizes), pad_of(directory))
+        want = reference.greedy(expand(engines[0], prompt), prompt[1], GREEDY.max_tokens)
+        for engine in engines:
+            add(engine, "a", prompt, GREEDY)
+            assert run_to_end(engine)["a"] == want
+            # No chunk of 64 tokens holds an image of 30 cells and the text around it.
+            assert engine.runner.programs.lengths[-1] == 64
+
+
+@pytest.mark.parametrize(
+    ("mtp_step", "options"),
+    [
+        (0, {"max_in_flight": 1}),
+        (1, {"prefill_chunk": 128}),
+        (3, {"max_in_flight": 1, "prefill_chunk": 512}),
+        (3, {"prefix_cache": False}),
+        (7, {"max_batch": 2}),
+        ("auto", {"mtp_depths": (0, 2), "max_in_flight": 1}),
+    ],
+)
+def test_mixed_traffic(dense: Path, mtp_step: Any, options: dict[str, Any]) -> None:
+    engine = engine_with_images(dense, mtp_step=mtp_step, **options)
+    assert decode_mixed(engine, 1) == plain_streams(dense)
+
+
+def test_mixed_traffic_of_experts(moe: Path) -> None:
+    assert decode_mixed(engine_with_images(moe), 2) == plain_streams(moe)
+
+
+@pytest.mark.parametrize("offload_gb", [0, None])
+def test_preempted_requests(dense: Path, offload_gb: float | None) -> None:
+    """Requests are recomputed, or offloaded to a host tier whose copies end late."""
+    engine = engine_with_images(dense, num_blocks=19, max_batch=6, offload_gb=offload_gb)
+    engine.scheduler._planner._admission.tokens_ahead = -40
+    if offload_gb is None:
+        device = torch.device("cpu")
+        engine.runner.moves._copy_streams["host"] = LateCopyStream(device)
+    assert decode_mixed(engine, 3) == plain_streams(dense)
+    stats = engine.stats()
+    assert (stats.recomputes if offload_gb == 0 else stats.offloads) > 2
+
+
+def test_ranks(dense: Path) -> None:
+    with engine_of(dense, 2, max_images=8, max_model_len=512, num_blocks=80) as engine:
+        assert decode_mixed(engine, 4) == plain_streams(dense)
+
+
+def test_a_request_without_images_decodes_as_without_the_tower(dense: Path) -> None:
+    text = make_engine(dense, mtp_step=3)
+    streams = plain_streams(dense)
+    for name, (prompt, params) in requests(pad_of(dense)).items():
+        if not prompt[1]:
+            add(text, name, prompt, params)
+            assert run_to_end(text)[name] == streams[name]
+    assert text.runner.encoder is None
+
+
+def test_the_same_image_resumes_and_another_does_not(dense: Path) -> None:
+    engine = engine_with_images(dense, prefill_chunk=64)
+    pad = pad_of(dense)
+    ids, images = make_prompt(((300, 300),), 5, pad, least_text=20)
+    _, others = make_prompt(((300, 300),), 6, pad, least_text=20)
+    whole = expand(engine, (ids, images))
+    start = whole.index(pad)
+    assert start < 64 < start + 81 < len(whole)
+    # Later chunks of equal tokens follow an image of another shape: 9 x 9 cells, then 3 x 27.
+    wide = [images[0].resize((864, 96))]
+    outputs = []
+    for used in (images, others, images, others, wide, wide):
+        outputs.append(_decode(engine, ids, used))
+    tokens, cached = zip(*outputs, strict=True)
+    assert (tokens[2], tokens[3], tokens[5]) == (tokens[0], tokens[1], tokens[4])
+    assert len({tuple(one) for one in tokens}) == 3
+    last = (len(whole) - 1) // 64 * 64
+    assert cached == (0, 0, last, last, 0, last)
+
+
+def _decode(engine: Engine, ids: list[int], images: list[Any]) -> tuple[list[int], int]:
+    engine.add_request(prompt_token_ids=ids, images=images, params=GREEDY, request_id="a")
+    tokens: list[int] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens += output.new_token_ids
+            cached = output.metrics.cached_tokens
+    return tokens, cached
+
+
+def test_features_are_the_same_bits_beside_other_streams(dense: Path) -> None:
+    """Also after a dirty allocator, in slices of one layer, and when a prompt is prefilled again."""
+    pad, found = pad_of(dense), dict[str, list[torch.Tensor]]()
+    prompt = make_prompt(SIZES[2], 2, pad)
+    for name, sliced in (("alone", 2), ("beside", 1)):
+        engine = engine_with_images(dense, num_blocks=24 if name == "beside" else 60, offload_gb=0)
+        encoder, kept = engine.runner.encoder, list[torch.Tensor]()
+        assert encoder is not None
+        tower = engine.scheduler.limits.tower
+        assert tower is not None
+        if sliced == 1:
+            object.__setattr__(tower, "most", 1)
+            dirt = [torch.full((size,), float("nan")) for size in (1 << 20, 1 << 16, 1 << 12)]
+            del dirt
+        merge = encoder.tower.merge
+
+        def spy(x: torch.Tensor, kept: list[torch.Tensor] = kept, merge: Any = merge) -> torch.Tensor:
+            kept.append(merge(x))
+            return kept[-1]
+
+        encoder.tower.merge = spy  # type: ignore[method-assign]
+        if name == "beside":
+            for index in range(3):
+                add(engine, f"t{index}", make_prompt((), index, pad), GREEDY)
+        add(engine, "a", prompt, GREEDY)
+        run_to_end(engine)
+        found[name] = kept
+    assert len(found["alone"]) == 2
+    for index, kept_features in enumerate(found["beside"]):
+        assert torch.equal(kept_features, found["alone"][index % 2])
+
+
+@torch.no_grad()
+def test_draft_logits_are_those_of_a_head_with_features(dense: Path, dense_oracle: VisionOracle) -> None:
+    """The MTP head of transformers on (feature or embedding of token j, hidden j - 1), one position after
+    token j - 1 on each axis."""
+    pad = pad_of(dense)
+    prompt = make_prompt(SIZES[2], 2, pad, least_text=3)
+    engine = engine_with_images(dense, mtp_step=1)
+    ids = expand(engine, prompt)
+    step, drafted = engine.runner.step, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
+    run = step.draft_forward
+
+    def spy(token_ids: Any, hidden: Any, rows: Any, kept_rows: Any = None) -> torch.Tensor:
+        made = run(token_ids, hidden, rows, kept_rows)
+        if hasattr(rows, "first_row"):
+            count = int(rows.length[0])
+            drafted.append((hidden[:count], made[:count], rows.rotary_positions[:, :count].clone()))
+        return made
+
+    step.draft_forward = spy  # type: ignore[method-assign]
+    add(engine, "a", prompt, GREEDY)
+    run_to_end(engine)
+    hidden, got = (torch.cat([parts[i] for parts in drafted]) for i in range(2))
+    positions = torch.cat([parts[2] for parts in drafted], 1)
+
+    model = dense_oracle.model.model
+    embeddings = model.get_input_embeddings()(torch.tensor(ids))
+    is_pad = torch.tensor(ids) == pad
+    embeddings[is_pad] = torch.cat([dense_oracle.features(image) for image in prompt[1]])
+    given = {"prompt": None, "prompt_token_ids": prompt[0], "messages": None, "images": prompt[1]}
+    spans = [image.span for image in engine.frontend.make_request("", GREEDY, **given)[0].images]
+    want_positions = rotary_positions(spans, -1, len(ids) - 1) + 1
+    assert torch.equal(positions, want_positions)
+    assert not torch.equal(positions[1], rotary_positions(spans, 0, len(ids))[1])
+
+    mtp = oracle(dense).mtp
+    assert mtp is not None
+    # Slot 0 has no hidden state before it: the head begins at token 1.
+    inputs, before = embeddings[None, 1:], hidden[None, 1:]
+    angles = mtp.rotary_emb(inputs, want_positions[:, None, 1:])
+    mask = torch.full((len(ids) - 1,) * 2, float("-inf")).triu(1)[None, None]
+    how = {"attention_mask": mask, "position_ids": None, "cache": None}
+    want = mtp.layers[0](inputs, before, position_embeddings=angles, **how)
+    want = want if not mtp.use_shared_post_norm else mtp.shared_post_norm(want)
+    head = dense_oracle.model.lm_head
+    difference = head(got[1:]) - head(want[0])
+    assert float(difference.abs().max()) < 1e-3 * float(head(want[0]).abs().max())
+    # Embeddings of the pads, or the target's positions, would give others.
+    plain = model.get_input_embeddings()(torch.tensor(ids))[None, 1:]
+    target = mtp.rotary_emb(inputs, rotary_positions(spans, 0, len(ids))[:, None, 1:])
+    for other in (
+        mtp.layers[0](plain, before, position_embeddings=angles, **how),
+        mtp.layers[0](inputs, before, position_embeddings=target, **how),
+    ):
+        assert float((head(got[1:]) - head(other[0])).abs().max()) > 0.1
