@@ -43,6 +43,8 @@ class _Totals:
     cached_tokens: int
     output_tokens: int
     speculation: SpeculationStats
+    image_tokens: int
+    image_speculation: SpeculationStats
 
     def plus(self, output: RequestOutput) -> _Totals:
         metrics = output.metrics
@@ -52,6 +54,8 @@ class _Totals:
             self.cached_tokens + metrics.cached_tokens,
             self.output_tokens + metrics.output_tokens,
             self.speculation.plus(metrics),
+            self.image_tokens + metrics.image_tokens,
+            self.image_speculation.plus(metrics) if metrics.image_tokens else self.image_speculation,
         )
 
 
@@ -65,8 +69,9 @@ class EngineStats:
     prefix_host_hits of these from the host tier; prefix_evictions counts evicted state snapshots. offloads
     and recomputes count preemptions for lack of blocks: to host memory, or back to the queue with tokens to
     compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the batch's rounds by depth and
-    then by reason: "best", "probe", "retry" or "only" (no other depth was ready). The other fields sum over
-    finished requests.
+    then by reason: "best", "probe", "retry" or "only" (no other depth was ready). images: those that the
+    vision tower has encoded. The other fields sum over finished requests, image_speculation over those with
+    images, which speculation counts too.
     """
 
     running: int
@@ -87,6 +92,9 @@ class EngineStats:
     prefix_host_bytes: int = 0
     offloads: int = 0
     recomputes: int = 0
+    images: int = 0
+    image_tokens: int = 0
+    image_speculation: SpeculationStats | None = None
 
     @property
     def withdrawals(self) -> int:
@@ -162,7 +170,8 @@ class Engine:
         self._batch: Collection[str] = ()
         # The streams of requests whose outputs go to a stream of their own, by request id.
         self._streams: dict[str, weakref.ref[Generator[RequestOutput, None, None]]] = {}
-        self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(spec.mtp_step))
+        nothing = SpeculationStats.empty(spec.mtp_step)
+        self._totals = _Totals(0, 0, 0, 0, nothing, 0, nothing)
 
     def add_request(
         self,
@@ -476,6 +485,9 @@ class Engine:
             prefix_host_bytes=prefix_tier_bytes + prefix.prefix_host.num_blocks_used * memory.block_bytes,
             offloads=self.scheduler.num_offloaded,
             recomputes=self.scheduler.num_recomputed,
+            images=0 if self.runner.encoder is None else self.runner.encoder.num_encoded,
+            image_tokens=totals.image_tokens,
+            image_speculation=totals.image_speculation,
         )
 
     def check(self) -> None:

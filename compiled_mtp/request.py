@@ -77,6 +77,7 @@ class RequestHistory:
     rounds: list[int] = field(default_factory=list)
     time_to_first_token_s: float | None = None
     cached_tokens: int = 0
+    image_tokens: int = 0
 
 
 class RequestMetrics(NamedTuple):
@@ -102,6 +103,11 @@ class RequestMetrics(NamedTuple):
     def cached_tokens(self) -> int:
         """Tokens of the prompt that the prefix cache held."""
         return self.history.cached_tokens
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the prompt that are images."""
+        return self.history.image_tokens
 
     @property
     def seed(self) -> int:
@@ -251,6 +257,7 @@ class Request:
             )
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self.history = RequestHistory(len(self.prompt_token_ids), seed)
+        self.history.image_tokens = sum(image.span.num_tokens for image in self.images)
         self.metrics = RequestMetrics(self.history, 0, 0, 0.0)
         self._delivered = self.metrics
         self.max_output = self.params.max_tokens

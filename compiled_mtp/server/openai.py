@@ -201,7 +201,7 @@ class OpenAIHandlers:
         variables = check_template_kwargs(self._service.config, kwargs)
         if tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-        return await self._service.prompts.render(to_template(messages), variables)
+        return await self._service.render(to_template(messages), variables)
 
     def _chat_params(self, body: ChatBody) -> SamplingParams:
         if body.top_logprobs and not body.logprobs:
@@ -460,7 +460,7 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
         if message.reasoning is not None:
             fields.setdefault("reasoning_content", message.reasoning)
         if isinstance(message.content, list):
-            fields["content"] = [{"type": "text", "text": part.text} for part in message.content]
+            fields["content"] = [part.to_template() for part in message.content]
         fields["role"] = "system" if message.role == "developer" else message.role
         if message.tool_calls is not None:
             fields["tool_calls"] = [

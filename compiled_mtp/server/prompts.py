@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.server.errors import ApiError
+from compiled_mtp.server.prompt_worker import Limits, read_image
+from compiled_mtp.vision.images import PreparedImage
 
 logger = logging.getLogger("compiled_mtp.server")
 
@@ -21,30 +23,32 @@ _START_TIMEOUT_S = 120.0
 _ROOT = Path(__file__).parents[2]
 _CODE = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
-    "from compiled_mtp.server.prompt_worker import main; main(sys.argv[1], int(sys.argv[2]))"
+    "from compiled_mtp.server.prompt_worker import main, read_limits; "
+    "main(sys.argv[1], read_limits(sys.argv[2]))"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The token ids of a text or a chat."""
+    """The token ids of a text or a chat, with all pads of its images."""
 
     token_ids: list[int]
+    images: tuple[PreparedImage, ...] = ()
 
 
 class PromptPool:
-    """`num_workers` processes that render and tokenise with the tokenizer of the checkpoint at `path`.
+    """`num_workers` processes that render, tokenise and decode images, for the checkpoint at `path`.
 
     Used from one event loop. If a job takes more than `timeout_s` seconds, the pool kills its process and
     starts another. At most `max_waiting` jobs wait for a process.
     """
 
     def __init__(
-        self, path: Path, *, num_workers: int, timeout_s: float, max_chars: int, max_waiting: int = 128
+        self, path: Path, *, num_workers: int, timeout_s: float, limits: Limits, max_waiting: int = 128
     ) -> None:
         self._path = path
         self._timeout_s = timeout_s
-        self._max_chars = max_chars
+        self._limits = limits
         self.max_waiting = max_waiting
         self._num_workers = num_workers
         # None: a process that could not be started again.
@@ -75,7 +79,8 @@ class PromptPool:
         return await self._run({"text": text})
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Prompt:
-        """Return the token ids of a chat; `variables` go to its template. Raises as `encode` does."""
+        """Return the token ids and the images of a chat, whose images are data URIs; `variables` go to its
+        template. Raises as `encode` does."""
         return await self._run({"messages": list(messages), "variables": dict(variables)})
 
     async def _run(self, job: Mapping[str, Any]) -> Prompt:
@@ -98,7 +103,7 @@ class PromptPool:
             self._num_jobs -= 1
         if "error" in answer:
             raise ApiError(400, answer["error"], param="messages" if "messages" in job else "prompt")
-        return Prompt(answer["ids"])
+        return Prompt(answer["ids"], tuple(map(read_image, answer["images"])))
 
     async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
         """Return one job's answer; afterwards the worker, or its replacement, is idle again."""
@@ -153,7 +158,7 @@ class PromptPool:
             "-c",
             _CODE,
             str(self._path),
-            str(self._max_chars),
+            self._limits.to_json(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # Keeps Ctrl-C from the workers: the server ends them itself.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -53,50 +54,56 @@ def prepare_image(image: object, vision: VisionConfig) -> PreparedImage:
         raise fail("Pillow", "be installed to read images", "none", "pip install 'compiled-mtp[vision]'")
     from PIL import Image
 
-    try:
-        opened = image if isinstance(image, Image.Image) else _open(image)
-        _check(opened)
-        height, width = smart_resize(opened.height, opened.width, vision)
+    opened = image if isinstance(image, Image.Image) else _open(image)
+    _check(opened)
+    height, width = smart_resize(opened.height, opened.width, vision)
+    with _readable():
         # Decodes the file.
-        picture = _as_rgb(opened)
-        resized = picture.resize((width, height), Image.Resampling.BICUBIC)
-    except ValueError:
-        raise
-    except MemoryError:
-        raise fail("image", "fit into memory", "an image that does not", "shrink it") from None
-    except Exception as error:
-        # Pillow's decoders raise errors of many kinds for damaged files.
-        got = f"{type(error).__name__}: {shown(error)}"
-        raise fail("image", "be a readable image", got, "save it again") from None
+        resized = _as_rgb(opened).resize((width, height), Image.Resampling.BICUBIC)
     rows, columns, pixels = height // vision.cell, width // vision.cell, resized.tobytes()
     shape = f"{rows} {columns} ".encode()
     return PreparedImage(rows, columns, pixels, hashlib.blake2b(shape + pixels, digest_size=32).digest())
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Name the image in every error of Pillow's decoders, which raise many kinds for damaged files."""
+    try:
+        yield
+    except MemoryError:
+        raise fail("image", "fit into memory", "an image that does not", "shrink it") from None
+    except Exception as error:
+        got = f"{type(error).__name__}: {shown(error)}"
+        raise fail("image", "be a readable image", got, "save it again") from None
 
 
 def _open(image: object) -> Image.Image:
     """Open the bytes or the path of a file; reads no more than its header."""
     from PIL import Image, UnidentifiedImageError
 
-    if isinstance(image, (bytes, bytearray, memoryview)):
-        content: Any = io.BytesIO(image)
-        count = len(content.getbuffer())
-    elif isinstance(image, (str, Path)):
-        path = Path(image)
-        check(path.is_file(), "image", "be a file that exists", path, "correct the path")
-        content, count = path, os.path.getsize(path)
+    content: Any = image
+    if isinstance(image, (str, Path)):
+        content = Path(image)
+        check(content.is_file(), "image", "be a file that exists", content, "correct the path")
+        count = content.stat().st_size
+    elif isinstance(image, (bytes, bytearray)):
+        count = len(image)
     else:
         remedy = "pass an image of Pillow, the bytes of a file, or a path"
         raise ValueError(f"image must be a picture, got {quote(image)}; {remedy}")
     check(count <= MOST_BYTES, "image", f"have at most {MOST_BYTES >> 20} MiB", f"{count} bytes", "shrink it")
-    names = ", ".join(_FORMATS)
-    try:
-        return Image.open(content, formats=_FORMATS)
-    except UnidentifiedImageError:
-        raise fail("image", f"be a {names} file", "another or a damaged one", "convert it") from None
-    except Image.DecompressionBombError:
-        raise _too_large("far more") from None
-    except ValueError as error:
-        raise fail("image", "be a readable image", error, "save it again") from None
+    if not isinstance(content, Path):
+        content = io.BytesIO(content)
+    with _readable():
+        try:
+            return Image.open(content, formats=_FORMATS)
+        except Image.DecompressionBombError:
+            is_bomb = True
+        except UnidentifiedImageError:
+            is_bomb = False
+    if is_bomb:
+        raise _too_large("far more")
+    raise fail("image", f"be a {', '.join(_FORMATS)} file", "another or a damaged one", "convert it")
 
 
 def _check(image: Image.Image) -> None:
@@ -105,7 +112,8 @@ def _check(image: Image.Image) -> None:
     check(pixels > 0, "image", "have pixels", f"{image.width} x {image.height}", "give another")
     if pixels > MOST_PIXELS:
         raise _too_large(f"{image.width} x {image.height}")
-    is_animated = image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1
+    with _readable():
+        is_animated = image.format in _ANIMATED and getattr(image, "is_animated", False)
     check(not is_animated, "image", "be a still picture", "an animation", "save one of its frames")
     check(image.mode in _MODES, "image", f"have one of the modes {_MODES}", image.mode, _SAVE_ANEW)
 

@@ -125,9 +125,11 @@ def empty_tower(config: VisionConfig, dtype: torch.dtype, device: torch.device) 
 def random_tower(config: VisionConfig, dtype: torch.dtype, device: torch.device) -> VisionTower:
     """A tower of random weights that keep activations near 1, for benchmarks."""
     tower, generator = empty_tower(config, dtype, device), torch.Generator(device).manual_seed(0)
-    for parameter in tower.parameters():
-        columns = parameter.shape[1] if parameter.dim() == 2 else 1
-        parameter.normal_(std=columns**-0.5, generator=generator)
+    for name, parameter in tower.named_parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+        else:
+            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
     return tower
 
 

@@ -208,7 +208,8 @@ def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) 
         "served_model_name": ("m", "alias"),
     }
     config = ServerConfig(**(defaults | options))
-    service = make_service(engine, Tokenizer(model), model, max_model_len, config)
+    frontend = getattr(engine, "frontend", None)
+    service = make_service(engine, Tokenizer(model), model, max_model_len, config, frontend)
     server = Server(service)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)

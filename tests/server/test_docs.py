@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
@@ -93,4 +94,5 @@ def test_the_list_of_fields_without_effect() -> None:
 
 def test_named_flags_exist() -> None:
     flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {"help", "model", "sweep", "exact-match"}
-    assert {flag.replace("-", "_") for flag in flags} <= set(ServerConfig.model_fields)
+    known = ServerConfig.model_fields.keys() | EngineConfig.model_fields.keys()
+    assert {flag.replace("-", "_") for flag in flags} <= known

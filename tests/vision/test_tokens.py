@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from compiled_mtp.request import SamplingParams
 from compiled_mtp.vision.positions import rotary_positions
 from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
-from tests.engines import LateCopyStream, collect, make_engine, run_to_end
+from tests.engines import LateCopyStream, make_engine, run_to_end
 from tests.vision.checkpoints import VisionOracle
-from tests.vision.traffic import SIZES, add, expand, make_prompt, pad_of, requests
+from tests.vision.traffic import COUNT, SIZES, add, decode_mixed, expand, make_prompt, pad_of, requests
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 
@@ -34,24 +33,6 @@ def plain_streams(directory: Path) -> dict[str, list[int]]:
     for name, (prompt, params) in requests(pad_of(directory)).items():
         add(engine, name, prompt, params)
         tokens |= run_to_end(engine)
-    return tokens
-
-
-def decode_mixed(engine: Engine, seed: int) -> dict[str, list[int]]:
-    """Run the traffic together; requests are added at random moments."""
-    rng, tokens = random.Random(seed), dict[str, list[int]]()
-    assert engine.model_config.vision is not None
-    waiting = list(requests(engine.model_config.vision.image_token_id).items())
-    rng.shuffle(waiting)
-    while waiting or engine.has_unfinished_requests():
-        while waiting and (rng.random() < 0.3 or not engine.has_unfinished_requests()):
-            name, (prompt, params) = waiting.pop()
-            add(engine, name, prompt, params)
-        collect(tokens, engine.step())
-        engine.scheduler.check_integrity()
-    assert engine.stats().blocks_used == 0
-    assert engine.runner.encoder is not None
-    assert engine.runner.encoder.num_held == 0
     return tokens
 
 
@@ -106,6 +87,18 @@ def test_preempted_requests(dense: Path, offload_gb: float | None) -> None:
 def test_ranks(dense: Path) -> None:
     with engine_of(dense, 2, max_images=8, max_model_len=512, num_blocks=80) as engine:
         assert decode_mixed(engine, 4) == plain_streams(dense)
+
+
+def test_statistics_count_images_apart(dense: Path) -> None:
+    engine = engine_with_images(dense)
+    for name in ("0-0.0", "2-0.0"):
+        add(engine, name, *requests(pad_of(dense))[name])
+        run_to_end(engine)
+    stats = engine.stats()
+    assert (stats.images, stats.image_tokens) == (2, 4 + 90)
+    assert stats.image_speculation is not None
+    assert 0 < stats.image_speculation.rounds < stats.speculation.rounds
+    assert stats.image_speculation.round_tokens == COUNT - 1
 
 
 def test_a_request_without_images_decodes_as_without_the_tower(dense: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from PIL import Image
 from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.image_prompts import place_images, prepare_images
 from compiled_mtp.request import SamplingParams
+from tests.engines import collect
 from tests.vision.checkpoints import picture
 
 # Image sizes of each request of the traffic: one to thirty cells, up to five images.
@@ -65,7 +67,23 @@ def add(engine: Engine, name: str, prompt: Prompt, params: SamplingParams) -> No
 
 def pad_of(directory: Path) -> int:
     """The id of the image pad of a checkpoint of `write_vision_checkpoint`."""
-    import json
-
     pad: int = json.loads((directory / "config.json").read_text())["image_token_id"]
     return pad
+
+
+def decode_mixed(engine: Engine, seed: int) -> dict[str, list[int]]:
+    """Run the traffic together; requests are added at random moments."""
+    rng, tokens = random.Random(seed), dict[str, list[int]]()
+    assert engine.model_config.vision is not None
+    waiting = list(requests(engine.model_config.vision.image_token_id).items())
+    rng.shuffle(waiting)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (rng.random() < 0.3 or not engine.has_unfinished_requests()):
+            name, (prompt, params) = waiting.pop()
+            add(engine, name, prompt, params)
+        collect(tokens, engine.step())
+        engine.scheduler.check_integrity()
+    assert engine.stats().blocks_used == 0
+    assert engine.runner.encoder is not None
+    assert engine.runner.encoder.num_held == 0
+    return tokens
