@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak replicas wheel sdist browser screenshot clean
+.PHONY: run test check lint gpu kernels soak replicas lm-eval wheel sdist browser screenshot clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +26,7 @@ run: $(VENV)/.installed  ## decode the example prompts with the checkpoint that 
 	$(BIN)/python -m compiled_mtp.run --prompt-file examples/prompts.jsonl --mtp-step 3 --compare
 
 test: $(VENV)/.installed-test  ## the suite that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser and not replicas"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser and not replicas and not lm_eval"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -50,6 +50,13 @@ $(VENV)/.installed-ray: $(VENV)/.installed-test
 
 replicas: $(VENV)/.installed-ray  ## two replicas on Ray Serve under load, one killed, one added and taken away
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m replicas
+
+$(VENV)/.installed-lm-eval: $(VENV)/.installed-test
+	$(INSTALL) --editable ".[test,lm-eval]"
+	touch $@
+
+lm-eval: $(VENV)/.installed-lm-eval  ## lm-eval against the service and transformers, on two local tasks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m lm_eval tests/lm_eval
 
 soak: $(VENV)/.installed-test  ## long random traffic
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak --hypothesis-profile=default

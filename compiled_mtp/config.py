@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -77,6 +79,12 @@ def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
     """Return the environment variables that begin with `prefix` and name none of `known`."""
     names = {k: k.lower().removeprefix(prefix.lower()) for k in os.environ}
     return sorted(k for k, name in names.items() if name != k.lower() and name not in known)
+
+
+def _device(value: str) -> str:
+    is_one = re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None
+    check(is_one, "device", "be auto, cpu, cuda or cuda:N", value, "choose one; cuda:0 is the first GPU")
+    return value
 
 
 _COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
@@ -151,8 +159,10 @@ class EngineConfig(BaseSettings):
         description="True to never download: a repository must be in the local Hugging Face cache",
         json_schema_extra=NOT_TRACED,
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto for the GPU if there is one, else the CPU"
+    device: Annotated[str, AfterValidator(_device)] = Field(
+        default="auto",
+        description="auto for the GPU if there is one, else the CPU; cuda for the current GPU, cuda:1 for "
+        "another",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="auto for the checkpoint's dtype on a GPU and float32 on a CPU"
@@ -194,6 +204,14 @@ class EngineConfig(BaseSettings):
     )
     block_size: int = Field(
         default=64, ge=16, multiple_of=16, description="tokens of a KV block, a multiple of 16"
+    )
+    memory_utilization: float = Field(
+        default=0.85,
+        gt=0,
+        le=1,
+        description="share of the caches in the memory that is free once the weights are loaded; the rest is "
+        "for activations",
+        json_schema_extra=NOT_TRACED,
     )
     num_blocks: int | None = Field(
         default=None,
@@ -292,6 +310,10 @@ class EngineConfig(BaseSettings):
         description="seed of requests without one, 0 to 2**63 - 1: the first to arrive has it, the seeds of "
         "the others are derived from it and their number; default: from the operating system",
         json_schema_extra=NOT_TRACED,
+    )
+    scoring: bool = Field(
+        default=False,
+        description="True for `Engine.score`: every slot then has room for the ids of a given output",
     )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"

@@ -13,10 +13,20 @@ from typing import Any, Self
 import torch
 
 from compiled_mtp.config import EngineConfig, as_config
-from compiled_mtp.errors import check_type
+from compiled_mtp.errors import check, check_type
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.processor import RequestProcessor
-from compiled_mtp.frontend.prompts import Chat, Params, Prompt, as_prompts, join, kind_of, match_params
+from compiled_mtp.frontend.prompts import (
+    Chat,
+    Continuation,
+    Params,
+    Prompt,
+    as_continuations,
+    as_prompts,
+    join,
+    kind_of,
+    match_params,
+)
 from compiled_mtp.graphs.later import LaterDepths
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
@@ -212,10 +222,17 @@ class Engine:
         return self._inbox.put(self._make_choices(request_id or "", params, given, priority))
 
     def _make_choices(
-        self, request_id: str, params: SamplingParams | None, given: Mapping[str, Any], priority: int = 0
+        self,
+        request_id: str,
+        params: SamplingParams | None,
+        given: Mapping[str, Any],
+        priority: int = 0,
+        continuation: Continuation | None = None,
     ) -> list[Request]:
         """Return the choices of a request that fits the limits; `given`: its prompt in one of three forms."""
-        choices = self.frontend.make_request(request_id, params, priority=priority, **given)
+        choices = self.frontend.make_request(
+            request_id, params, priority=priority, continuation=continuation, **given
+        )
         for request in choices:
             self.scheduler.limits.fit(request)
         return choices
@@ -405,6 +422,38 @@ class Engine:
         After any exception, none of the requests stays in the engine.
         """
         prompts = as_prompts(prompts, messages)
+        return self._decode_all(prompts, match_params(prompts, params))
+
+    def score(
+        self,
+        prompts: Iterable[Prompt] | None,
+        continuations: Iterable[Continuation],
+        params: Params = None,
+        *,
+        messages: Any = None,
+    ) -> list[RequestOutput]:
+        """Return, for each prompt, what `generate` would if it had drawn the given continuation.
+
+        continuations: one for each prompt, token ids or a text, which is encoded alone. Each output's
+        `logprobs` hold raw entries with processed ones, as logprobs_mode "both" does: they are, to the bit,
+        those of a request that draws these tokens, at any depth, batch and state of the cache. `params` give
+        the processing (temperature, penalties, masks) and the number of likeliest ids, 0 by default; nothing
+        ends a continuation early but an error: a token that its grammar forbids, logits that are not finite.
+        Raises ValueError as `generate` does, and for an engine without `scoring`.
+        """
+        is_scoring, remedy = self.config.scoring, "make Engine(..., scoring=True)"
+        check(is_scoring, "scoring", "be set to score tokens", is_scoring, remedy)
+        prompts = as_prompts(prompts, messages)
+        every = as_continuations(prompts, continuations)
+        return self._decode_all(prompts, match_params(prompts, params), every)
+
+    def _decode_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        continuations: Sequence[Continuation] | None = None,
+    ) -> list[RequestOutput]:
+        """Do what `generate` does, or with continuations what `score` does."""
         # The outputs of each choice, by request id.
         outputs: dict[str, list[list[RequestOutput]]] = {}
         if not self._turn.take():
@@ -413,7 +462,7 @@ class Engine:
             self._tidy()
             # If an interrupt stops the cleanup below, the next call forgets these requests.
             self._batch = outputs
-            self._queue_all(prompts, match_params(prompts, params), outputs)
+            self._queue_all(prompts, params, continuations or [None] * len(prompts), outputs)
             total = unfinished = sum(map(len, outputs.values()))
             while unfinished:
                 self._advance()
@@ -433,15 +482,20 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | None],
+        continuations: Sequence[Continuation | None],
         outputs: dict[str, list[list[RequestOutput]]],
     ) -> None:
         """Queue every prompt. Adds its id to `outputs` first, because an interrupt may come at any point."""
-        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+        self._check_open()
+        for index, (prompt, prompt_params, continuation) in enumerate(
+            zip(prompts, params, continuations, strict=True)
+        ):
             request_id = self._inbox.new_id()
             outputs[request_id] = [[] for _ in range(1 if prompt_params is None else prompt_params.n)]
             try:
-                given: dict[str, Any] = {kind_of(prompt): prompt}
-                self.add_request(params=prompt_params, request_id=request_id, **given)
+                given = dict.fromkeys(("prompt", "prompt_token_ids", "messages")) | {kind_of(prompt): prompt}
+                choices = self._make_choices(request_id, prompt_params, given, continuation=continuation)
+                self._inbox.put(choices)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
 

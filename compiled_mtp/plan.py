@@ -36,8 +36,8 @@ class SlotSampling:
     top_k and min_p are off at 0, top_p at 1. bias: pairs (id, added logit). allowed_ids: None for all.
     stop_ids: at most 64 that cannot be drawn for positions below min_position. bad_words: at most 64 of 1 to
     16 ids, of which the last is not drawn when the others were just emitted. prompt_ids: the prompt, which
-    counts for the repetition penalty and may be left out without one. Positions are absolute.
-    has_processed_logprobs: log probabilities are those of the logits after masks, temperature and filters.
+    counts for the repetition penalty and may be left out without one. Positions are absolute. forced_ids: the
+    first output tokens, from forced_position on, in the place of drawn ones.
     """
 
     seed: int
@@ -54,7 +54,8 @@ class SlotSampling:
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    has_processed_logprobs: bool = False
+    forced_ids: tuple[int, ...] = ()
+    forced_position: int = 0
 
 
 class ImageSpan(NamedTuple):
@@ -195,10 +196,10 @@ class StepPlan:
 
     logprobs: the most likely ids that a request wants listed, at most 20, or -1 for no log probabilities;
     only first and accept have them. has_processed_logprobs: a request wants those of the logits after masks,
-    temperature and filters. is_guided: a grammar masks some rows. wants_drafts: the result names the next
-    round's drafts. saves: copies of the chunks' states to state snapshots; complete when the plan's result
-    comes. catches_up: before a decode or verify, the draft model reads the deferred draft inputs of the
-    plan's slots.
+    temperature and filters too. is_guided: a grammar masks some rows. wants_drafts: the result names the next
+    round's drafts. is_given: the whole output of every request of a first or accept is given, so nothing is
+    drafted. saves: copies of the chunks' states to state snapshots; complete when the plan's result comes.
+    catches_up: before a decode or verify, the draft model reads the deferred draft inputs of the slots.
     """
 
     step_id: int
@@ -215,6 +216,7 @@ class StepPlan:
     has_processed_logprobs: bool = False
     is_guided: bool = False
     wants_drafts: bool = False
+    is_given: bool = False
     saves: tuple[Copy, ...] = ()
     encoded: EncodeSlice | None = None
 
@@ -230,16 +232,19 @@ class StepPlan:
 
 
 class RowLogprobs(NamedTuple):
-    """Log probabilities of n drawn tokens: [n], [n], [n][20] and [n][20].
+    """Log probabilities of n tokens, [n], with ranks [n], top ids and their log probabilities [n][20], and
+    entropies [n] in nats.
 
     ranks count from 1, the most likely; of equally likely ids the lowest comes first. top_logprobs is -inf
-    where fewer ids can be drawn.
+    where fewer ids can be drawn. processed: the same of the processed logits, if the plan wants them.
     """
 
     logprobs: Sequence[float]
     ranks: Sequence[int]
     top_ids: Sequence[Sequence[int]]
     top_logprobs: Sequence[Sequence[float]]
+    entropies: Sequence[float]
+    processed: RowLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,10 +211,11 @@ class Request:
     index: that of the choice, among those that share the request_id. bad_word_ids: the token ids of
     `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's text
     in bytes, for log probabilities. images: those of the prompt, in order. priority: a request of lower
-    priority starts sooner. error: why the grammar ended the request, or length_reason if that limit ended it
-    before max_tokens and max_model_len. `max_output`, length_reason, and seed and mtp_step of `history`, may
-    be changed until the scheduler has the request. Raises ValueError for an empty prompt and for stop strings
-    without a detokenizer.
+    priority starts sooner. forced_ids: the whole output, if it is given instead of drawn: log probabilities
+    are then its scores, and neither stop ids nor stop strings end it. error: why the grammar ended the
+    request, or length_reason if that limit ended it before max_tokens and max_model_len. `max_output`,
+    length_reason, and seed and mtp_step of `history`, may be changed until the scheduler has the request.
+    Raises ValueError for an empty prompt and for stop strings without a detokenizer.
     """
 
     request_id: str
@@ -228,6 +229,7 @@ class Request:
     token_bytes: Callable[[int], bytes] = _no_bytes
     images: tuple[PromptImage, ...] = ()
     priority: int = 0
+    forced_ids: tuple[int, ...] = ()
     arrival_s: float = field(default_factory=time.monotonic)
     error: str | None = None
     max_output: int = field(init=False)
@@ -238,6 +240,8 @@ class Request:
     metrics: RequestMetrics = field(init=False)
     _stop_strings: StopStrings = field(init=False)
     _stop_ids: frozenset[int] = field(init=False)
+    # Those of the stop ids that end the request.
+    _end_ids: frozenset[int] = field(init=False)
     _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
     _new_logprobs: list[TokenLogprob] = field(default_factory=list)
     _prompt_logprobs: list[TokenLogprob] | None = None
@@ -262,10 +266,12 @@ class Request:
         self._delivered = self.metrics
         self.max_output = self.params.max_tokens
         self._prompt_logprobs = [] if self.has_prompt_logprobs else None
-        self._stop_strings = StopStrings(self.params.stop, self.params.include_stop)
+        stops = () if self.forced_ids else self.params.stop
+        self._stop_strings = StopStrings(stops, self.params.include_stop)
         self._stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._stop_ids |= self.eos_token_ids
+        self._end_ids = frozenset() if self.forced_ids else self._stop_ids
 
     @property
     def prompt_len(self) -> int:
@@ -284,7 +290,7 @@ class Request:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Every id that ends the request."""
+        """Every id that ends the request, or would if its output were not given."""
         return self._stop_ids
 
     @property
@@ -294,8 +300,8 @@ class Request:
 
     @property
     def has_processed_logprobs(self) -> bool:
-        """Whether its log probabilities are those of its processed logits."""
-        return self.params.logprobs is not None and self.params.logprobs_mode == "processed"
+        """Whether it returns log probabilities of its processed logits."""
+        return self.params.logprobs is not None and self.params.logprobs_mode != "raw"
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -335,13 +341,14 @@ class Request:
             kept = kept[:room]
             self.finish_reason, self.error = "length", self.length_reason
         num_stopless = self.params.min_tokens - num_before
-        if not self._stop_ids.isdisjoint(kept):
+        if not self._end_ids.isdisjoint(kept):
             kept = self._cut_at_stop_id(kept, num_stopless)
         if self.guide is not None:
             kept = self._cut_at_grammar(kept, self.guide)
         entries = None
         if logprobs is not None and self.params.logprobs is not None:
-            entries = make_entries(kept, logprobs, self.params.logprobs, self.token_bytes)
+            mode = self.params.logprobs_mode
+            entries = make_entries(kept, logprobs, self.params.logprobs, self.token_bytes, mode)
         if self.detokenizer is not None:
             kept, text = self._take_text(kept, self.detokenizer, num_stopless, entries)
         elif entries is not None:
@@ -445,7 +452,7 @@ class Request:
     def _cut_at_stop_id(self, token_ids: list[int], num_stopless: int) -> list[int]:
         """Return the tokens up to the first stop id after the first num_stopless; set finish_reason."""
         for index, token_id in enumerate(token_ids):
-            if index >= num_stopless and token_id in self._stop_ids:
+            if index >= num_stopless and token_id in self._end_ids:
                 self.finish_reason, self.error = "stop", None
                 return token_ids[: index + 1]
         return token_ids
@@ -474,7 +481,7 @@ class Request:
         for index, token_id in enumerate(token_ids):
             added = shown = ""
             is_stop_string = False
-            is_stop_id = index == last and index >= num_stopless and token_id in self._stop_ids
+            is_stop_id = index == last and index >= num_stopless and token_id in self._end_ids
             if self.params.include_stop or not is_stop_id:
                 added = detokenizer.add(token_id)
                 shown, is_stop_string = self._stop_strings.add(added, can_end=index >= num_stopless)

@@ -139,7 +139,7 @@ class Step(nn.Module):
         drafts = self.extend_and_draft(
             state_index=state_index,
             window=window,
-            tokens=sampled.token,
+            tokens=self.round_tokens(sampled, accepted),
             hidden=hidden,
             accepted=accepted,
             shape=shape,
@@ -205,7 +205,12 @@ class Step(nn.Module):
             block_size=self.kv_cache.block_size,
             end=self.max_model_len,
             hash_limit=self.hash_limit,
+            forced_ids=self.slots.forced_ids,
         )
+
+    def round_tokens(self, sampled: Sampled, accepted: Accepted) -> torch.Tensor:
+        """The tokens [B * W] of a round's rows: its samples, or the ids forced in their place."""
+        return sampled.token if self.slots.forced_ids is None else accepted.packed[:, 2:].flatten()
 
     def extend_and_draft(
         self,

@@ -12,7 +12,8 @@ from compiled_mtp.ops.window import Accepted
 
 # Columns of the packed form: num_new, num_finite, then the tokens.
 _FIRST = 2
-_LOGPROB_WIDTH = 2 + 2 * NUM_TOP
+# Log probability, rank and entropy of a token, then the likeliest ids and their log probabilities.
+_LOGPROB_WIDTH = 3 + 2 * NUM_TOP
 
 
 class OutputRow(NamedTuple):
@@ -82,13 +83,13 @@ class StepOutput(NamedTuple):
         return torch.cat((self.num_new[:, None], self.num_finite[:, None], self.tokens, self.drafts), dim=1)
 
     @staticmethod
-    def unpack(packed: torch.Tensor, num_tokens: int, *, has_logprobs: bool = False) -> HostOutput:
+    def unpack(packed: torch.Tensor, num_tokens: int, *, num_logprobs: int = 0) -> HostOutput:
         """Return the rows of `packed` [B, 2 + num_tokens + S], whose copy must be complete.
 
-        has_logprobs: `pack_logprobs` has appended columns, which are left out.
+        num_logprobs: how often `pack_logprobs` has appended columns, which are left out.
         """
-        end = packed.shape[1] - has_logprobs * num_tokens * _LOGPROB_WIDTH
-        return HostOutput((packed[:, :end] if has_logprobs else packed).tolist(), num_tokens)
+        end = packed.shape[1] - num_logprobs * num_tokens * _LOGPROB_WIDTH
+        return HostOutput((packed[:, :end] if num_logprobs else packed).tolist(), num_tokens)
 
 
 def pack_round(accepted: Accepted, drafts: torch.Tensor) -> torch.Tensor:
@@ -99,25 +100,26 @@ def pack_round(accepted: Accepted, drafts: torch.Tensor) -> torch.Tensor:
 
 def pack_logprobs(packed: torch.Tensor, logprobs: RowLogprobs) -> torch.Tensor:
     """Return `packed` [B, n] and the logprobs of its B * W tokens as more columns: bits of 32-bit numbers."""
-    logprob, rank, top_ids, top_logprobs = logprobs
-    columns = [logprob[:, None].view(torch.int32), rank[:, None], top_ids, top_logprobs.view(torch.int32)]
+    logprob, rank, top_ids, top_logprobs, entropy = logprobs
+    numbers = torch.stack((logprob, entropy), dim=1).view(torch.int32)
+    columns = [numbers, rank[:, None], top_ids, top_logprobs.view(torch.int32)]
     added = torch.cat(columns, dim=1).to(torch.int64)
     return torch.cat((packed, added.view(packed.shape[0], -1)), dim=1)
 
 
 def unpack_logprobs(packed: torch.Tensor, num_tokens: int) -> list[RowLogprobs]:
-    """Return the log probabilities that `pack_logprobs` appended, of each request's num_tokens tokens."""
+    """Return what `pack_logprobs` appended last, for each request's num_tokens tokens."""
     added = packed[:, -num_tokens * _LOGPROB_WIDTH :].to(torch.int32)
     rows = added.reshape(packed.shape[0], num_tokens, _LOGPROB_WIDTH)
     values = rows.view(torch.float32)
-    split = 2 + NUM_TOP
+    split = 3 + NUM_TOP
     return [
-        RowLogprobs(own_values[:, 0], own[:, 1], own[:, 2:split], own_values[:, split:])
+        RowLogprobs(own_values[:, 0], own[:, 2], own[:, 3:split], own_values[:, split:], own_values[:, 1])
         for own, own_values in zip(rows, values, strict=True)
     ]
 
 
-def split_logprobs(packed: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, RowLogprobs]:
-    """Undo `pack_logprobs` for a single request of num_tokens tokens."""
-    (logprobs,) = unpack_logprobs(packed, num_tokens)
-    return packed[:, : packed.shape[1] - num_tokens * _LOGPROB_WIDTH], logprobs
+def split_logprobs(packed: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, list[RowLogprobs]]:
+    """Undo the last `pack_logprobs` of requests of num_tokens tokens."""
+    end = packed.shape[1] - num_tokens * _LOGPROB_WIDTH
+    return packed[:, :end], unpack_logprobs(packed, num_tokens)

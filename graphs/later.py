@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compiled_mtp.graphs.compile import Program, load_program
 
 logger = logging.getLogger(__name__)
@@ -30,11 +32,19 @@ class LaterProgram:
 class LaterDepths:
     """Loads programs for `owner`, in the given order, on a thread of its own.
 
+    device: the GPU of the programs, None for a CPU.
     Only the thread that steps calls `take`; is_free() says whether a program may be adopted now. A program
     that fails to load or to be adopted ends the loading with a warning; complete depths stay in use.
     """
 
-    def __init__(self, programs: Sequence[LaterProgram], owner: Any, is_free: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        programs: Sequence[LaterProgram],
+        owner: Any,
+        is_free: Callable[[], bool],
+        device: torch.device | None = None,
+    ) -> None:
+        self._device = device
         self._programs = programs
         self._owner = owner
         self._is_free = is_free
@@ -74,6 +84,8 @@ class LaterDepths:
         self._loaded.clear()
 
     def _load(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         loaded: dict[Path, Program] = {}
         for program in self._programs:
             file = program.file

@@ -49,7 +49,9 @@ class Kind:
 
     bits: of a code: 4, 5, 6 or 8. fields: S, the numbers of scales of a unit. group: columns that share a
     scale, 16 or 32. numbers(codes uint8): the float32 numbers q that they stand for. scales(fields [..., S]
-    int16): s, and o or None, float32 [..., 128 / group]. has_factor: a float32 factor per row.
+    int16): s, and o or None, float32 [..., 128 / group]. has_factor: a float32 factor per row. scales_sums:
+    products multiply the sum of a group's products by s, because numbers are exact in bfloat16 and o is
+    None; else they take values rounded once to bfloat16.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Kind:
     numbers: Callable[[Tensor], Tensor]
     scales: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     has_factor: bool = False
+    scales_sums: bool = False
 
     @property
     def width(self) -> int:
@@ -258,9 +261,9 @@ KINDS = MappingProxyType(
         for kind in (
             Kind("Q4_K", 4, 5, 32, _less(0), _affine_scales),
             Kind("Q5_K", 5, 5, 32, _less(0), _affine_scales),
-            Kind("Q6_K", 6, 5, 16, _less(32), _q6_scales),
+            Kind("Q6_K", 6, 5, 16, _less(32), _q6_scales, scales_sums=True),
             Kind("Q8_0", 8, 4, 32, _less(128), _half_scales),
-            Kind("Q4_0", 4, 4, 32, _less(8), _half_scales),
+            Kind("Q4_0", 4, 4, 32, _less(8), _half_scales, scales_sums=True),
             Kind("IQ4_XS", 4, 3, 32, _look_up(IQ4), _iq4_scales),
             Kind("NVFP4", 4, 4, 16, _look_up(E2M1), _e4m3_scales, has_factor=True),
             Kind("MXFP4", 4, 2, 32, _look_up(E2M1), _e8m0_scales),

@@ -471,7 +471,8 @@ def _logprobs(token_ids: list[int]) -> RowLogprobs:
     """Return log probability -i for token i, and itself as the only listed id."""
     values = [-float(token_id) for token_id in token_ids]
     ranks, tops = [1] * len(values), [[token_id] for token_id in token_ids]
-    return RowLogprobs(values, ranks, tops, [[value] for value in values])
+    rows = RowLogprobs(values, ranks, tops, [[value] for value in values], [0.5] * len(values))
+    return rows._replace(processed=rows)
 
 
 def _copies(plan: StepPlan) -> list[Copy]:

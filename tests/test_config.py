@@ -448,7 +448,10 @@ ENGINE_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"mtp_step": 8}, "mtp_step must be auto or 0 to 7, got 8; choose one"),
     ({"mtp_step": -1}, "mtp_step must be auto or 0 to 7, got -1; choose one"),
     ({"max_batch": 0}, "max_batch must be greater than or equal to 1, got 0; raise it"),
-    ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'; choose one of them"),
+    ({"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got tpu; choose one; cuda:0 is"),
+    ({"device": "cuda:x"}, "device must be auto, cpu, cuda or cuda:N, got cuda:x"),
+    ({"memory_utilization": 0}, "memory_utilization must be greater than 0, got 0"),
+    ({"memory_utilization": 1.5}, "memory_utilization must be less than or equal to 1, got 1.5"),
     (
         {"dtype": "float16"},
         "dtype must be 'auto', 'float32' or 'bfloat16', got 'float16'; choose one of them",

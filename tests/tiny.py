@@ -107,6 +107,8 @@ def build_step(
     device: str = "cpu",
     ring_step: int | None = None,
     is_poisoned: bool = True,
+    synthetic_acceptance: float | None = None,
+    has_forced_ids: bool = False,
 ) -> Step:
     """Return a step over random weights, the same for the same config; its caches hold NaN by default."""
     place = torch.device(device)
@@ -122,11 +124,21 @@ def build_step(
         draft,
         KVCache(config, max_batch * blocks_each + 1, BLOCK_SIZE, dtype, place, with_draft=draft is not None),
         StateCache(config, max_batch + 2, mtp_step if ring_step is None else ring_step, dtype, place),
-        SlotState(max_batch + 2, mtp_step, blocks_each, config.hidden_size, config.vocab_size, dtype, place),
+        SlotState(
+            max_batch + 2,
+            mtp_step,
+            blocks_each,
+            config.hidden_size,
+            config.vocab_size,
+            dtype,
+            place,
+            num_forced=max_model_len if has_forced_ids else 0,
+        ),
         rotary_table(config, max_model_len, place),
         mtp_step,
         config.vocab_size,
         max_model_len,
+        synthetic_acceptance,
     )
     if is_poisoned:
         poison(step)

@@ -12,8 +12,6 @@ from compiled_mtp.ops.features import BAD_WORDS, BIAS, PENALTIES, RECENT_IDS, ST
 from compiled_mtp.plan import Admit, SlotSampling
 
 MAX_STOP_IDS = MAX_BAD_WORDS = 64
-PROCESSED_LOGPROBS = 16
-"""A bit of `features` that no operator reads: log probabilities are those of the processed logits."""
 # Fields of SlotSampling that have a slot tensor of the same name: those that every draw reads, and those that
 # a draw reads only with their bit of `features`.
 _ALWAYS = ("seed", "temperature", "top_k", "top_p", "min_p")
@@ -31,7 +29,6 @@ def features_of(sampling: SlotSampling) -> int:
         BIAS: bool(sampling.bias) or sampling.allowed_ids is not None,
         STOP_IDS: sampling.min_position > 0 and bool(sampling.stop_ids),
         BAD_WORDS: bool(sampling.bad_words),
-        PROCESSED_LOGPROBS: sampling.has_processed_logprobs,
     }
     return sum(bit for bit, is_wanted in wanted.items() if is_wanted)
 
@@ -45,8 +42,12 @@ def write_sampling(rows: SlotTensors, admitted: Sequence[Admit], upload: Upload)
     for name, values in columns.items():
         rows[name][slots] = upload(torch.tensor(values, dtype=rows[name].dtype))
     for move, features in zip(admitted, columns["features"], strict=True):
-        if features & ~PROCESSED_LOGPROBS:
+        if features:
             _write_tables(rows, move.slot, move.sampling, features, upload)
+        if forced := move.sampling.forced_ids:
+            begin = move.sampling.forced_position
+            to = rows["forced_ids"][move.slot, begin : begin + len(forced)]
+            to.copy_(upload(torch.tensor(forced, dtype=torch.int32)))
 
 
 def _write_tables(

@@ -13,14 +13,16 @@ from compiled_mtp.ops.features import RECENT_IDS
 
 # The rows' values at admission. Sampling parameters come with the admission itself; the other rows are
 # written before they are read.
-_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0, "rotary_delta": 0}
+_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0}
+_INITIAL |= {"rotary_delta": 0, "forced_ids": -1}
 
 
-def sampling_bytes(vocab_size: int) -> int:
+def sampling_bytes(vocab_size: int, num_forced: int = 0) -> int:
     """Return the bytes of a slot's larger sampling tables."""
     words = MAX_STOP_IDS + MAX_BAD_WORDS * RECENT_IDS + RECENT_IDS
     by_id = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
-    return vocab_size * by_id + words * torch.int64.itemsize + MAX_BAD_WORDS * torch.int32.itemsize
+    int32s = MAX_BAD_WORDS + num_forced
+    return vocab_size * by_id + words * torch.int64.itemsize + int32s * torch.int32.itemsize
 
 
 class SlotState(nn.Module):
@@ -34,6 +36,8 @@ class SlotState(nn.Module):
     written by `write_sampling`. A request whose features need them counts its emitted tokens in
     output_counts [slots, vocab_size] and keeps the last ones in recent_ids [slots, RECENT_IDS].
     rotary_delta [slots] int64: as in `Admit`.
+    forced_ids [slots, num_forced] int32, None for num_forced 0: the ids that are committed in the place of
+    samples, by position; -1 for none.
     """
 
     base: torch.Tensor
@@ -63,6 +67,7 @@ class SlotState(nn.Module):
     bad_words: torch.Tensor
     bad_word_lengths: torch.Tensor
     recent_ids: torch.Tensor
+    forced_ids: torch.Tensor | None
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class SlotState(nn.Module):
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_forced: int = 0,
     ) -> None:
         super().__init__()
 
@@ -99,6 +105,10 @@ class SlotState(nn.Module):
         buffer("bad_words", (slots, MAX_BAD_WORDS, RECENT_IDS), torch.int64, -1)
         buffer("bad_word_lengths", (slots, MAX_BAD_WORDS), torch.int32)
         buffer("recent_ids", (slots, RECENT_IDS), torch.int64, -1)
+        if num_forced:
+            buffer("forced_ids", (slots, num_forced), torch.int32, -1)
+        else:
+            self.register_buffer("forced_ids", None)
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
         """Yield what is admitted and moved with a request: all tensors but the block table, which plans

@@ -186,8 +186,9 @@ def _entry_fields(entry: TokenLogprob) -> dict[str, Any]:
     top = [{"id": one.token_id, "bytes": list(one.bytes), "logprob": one.logprob} for one in entry.top]
     # JSON has no infinity: a log probability that is not finite becomes null.
     logprob = entry.logprob if math.isfinite(entry.logprob) else None
-    fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": logprob}
-    return fields | {"rank": entry.rank, "top": top}
+    fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": logprob, "rank": entry.rank}
+    fields |= {"top": top, "entropy": entry.entropy}
+    return fields if entry.processed is None else fields | {"processed": _entry_fields(entry.processed)}
 
 
 def _metrics_fields(metrics: RequestMetrics) -> dict[str, Any]:

@@ -59,13 +59,15 @@ class RequestProcessor:
         messages: Sequence[Mapping[str, Any]] | None,
         images: Sequence[object] | None = None,
         priority: int = 0,
+        continuation: str | Sequence[int] | None = None,
     ) -> list[Request]:
         """Return one Request per choice, with the checkpoint's defaults filled in.
 
-        images: those of the pads in the prompt, in order, or of the content parts that hold none. Raises
-        ValueError unless exactly one of prompt, prompt_token_ids and messages is given, and for an empty
-        prompt, images that do not fit it or cannot be read, a prompt of max_model_len tokens or more, an id
-        or a parameter out of range, and a grammar that does not compile.
+        images: those of the pads in the prompt, in order, or of the content parts that hold none.
+        continuation: the output, if it is given instead of drawn. Raises ValueError unless exactly one of
+        prompt, prompt_token_ids and messages is given, and for an empty prompt, images that do not fit it or
+        cannot be read, a prompt of max_model_len tokens or more, an id or a parameter out of range, and a
+        grammar that does not compile.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         names = [name for name, value in given.items() if value is not None]
@@ -97,6 +99,15 @@ class RequestProcessor:
                 f"{quote(params.chat_template_kwargs)}; leave it out, since only messages use the template"
             )
         params = self._with_special_stops(params)
+        forced_ids = () if continuation is None else self._forced_ids(continuation)
+        if forced_ids:
+            check(params.n == 1, "n", "be 1 with a continuation", params.n, "leave it out")
+            scored = {
+                "max_tokens": len(forced_ids),
+                "logprobs": params.logprobs or 0,
+                "logprobs_mode": "both",
+            }
+            params = params.model_copy(update=scored)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_ids(name, getattr(params, name) or ())
         bad_words = self._encode_bad_words(params)
@@ -114,6 +125,7 @@ class RequestProcessor:
                 guide=guide.fork() if guide is not None and index else guide,
                 images=placed,
                 priority=priority,
+                forced_ids=forced_ids,
             )
             for index in range(params.n)
         ]
@@ -142,6 +154,14 @@ class RequestProcessor:
             )
         # Templates test for None where there are no tools.
         return tokenizer.apply_chat_template(messages, **variables, tools=params.tools or None)
+
+    def _forced_ids(self, continuation: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the ids of a given output. Raises ValueError for one without tokens."""
+        if isinstance(continuation, str):
+            continuation = self._require_tokenizer("continuation").encode(continuation)
+        ids = tuple(self._check_ids("continuation", continuation))
+        check(bool(ids), "continuation", "have at least one token", continuation, "give text or token ids")
+        return ids
 
     def _check_length(self, length: int) -> None:
         most, own = self.model_config.max_position_embeddings, self.max_model_len

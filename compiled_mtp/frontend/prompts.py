@@ -11,6 +11,7 @@ from compiled_mtp.request import RequestOutput, SamplingParams
 
 Chat = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Chat
+Continuation = str | Sequence[int]
 Params = SamplingParams | Iterable[SamplingParams] | None
 
 
@@ -60,6 +61,19 @@ def _as_chats(messages: Any) -> list[Prompt]:
                 f"messages must be a chat or a list of chats, got {quote(chat)}; give each message a role"
             )
     return chats
+
+
+def as_continuations(prompts: Sequence[Prompt], continuations: Any) -> list[Continuation]:
+    """Return the continuations of a call of `score` as a list. Raises ValueError."""
+    every = [continuations] if isinstance(continuations, str) else continuations
+    if not isinstance(every, Iterable) or isinstance(every, Mapping):
+        raise ValueError(f"continuations must be a list, got {quote(every)}; give one for each prompt")
+    every = list(every)
+    if len(every) != len(prompts):
+        raise ValueError(
+            f"continuations must be as many as prompts, got {len(every)} for {len(prompts)}; match them"
+        )
+    return every
 
 
 def match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingParams | None]:

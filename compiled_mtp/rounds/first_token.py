@@ -6,7 +6,7 @@ import torch
 
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
-from compiled_mtp.ops.window import place_chain, place_rows
+from compiled_mtp.ops.window import committed_ids, place_chain, place_rows
 from compiled_mtp.rounds.logprobs import filtered_logits
 from compiled_mtp.step import Step
 from compiled_mtp.step_output import StepOutput
@@ -55,10 +55,13 @@ def conclude_first(
     positions: torch.Tensor,
     num_drafts: int,
     masks: torch.Tensor | None = None,
+    *,
+    is_given: bool = False,
 ) -> torch.Tensor:
     """Draw, commit and draft from the results of `first_logits`; return what `first_token` does.
 
-    masks [B, words] int32 as `sample` takes them, None to allow every id.
+    masks [B, words] int32 as `sample` takes them, None to allow every id. is_given: the whole output of every
+    request is given, so nothing is drafted; ids 0 take the place of drafts.
     """
     slots = step.slots
     index = state_index.to(torch.int64)
@@ -70,6 +73,8 @@ def conclude_first(
         state_index=state_index,
         masks=masks,
     )
+    if slots.forced_ids is not None:
+        token = committed_ids(token[:, None], positions[:, None], index, slots.forced_ids).squeeze(1)
     # Padding gains no token.
     is_live = state_index > 0
     token = torch.where(is_live, token, 0)
@@ -77,8 +82,8 @@ def conclude_first(
     # Write every slot's history; `sample` reads only those of requests with penalties or bad words.
     slots.output_counts[index, token] = slots.output_counts[index, token] + is_live
     slots.recent_ids[index, positions % RECENT_IDS] = token
-    drafts = token.new_empty((token.shape[0], 0))
-    if step.draft is not None:
+    drafts = token.new_zeros((token.shape[0], num_drafts if is_given else 0))
+    if step.draft is not None and not is_given:
         rows = rows_at(step, state_index, index, start=positions, count=1, base=positions)
         drafted = step.draft_forward(token, hidden, rows)
         chain = place_chain(

@@ -1,10 +1,9 @@
-"""Log probabilities of drawn tokens, taken from raw logits or, if a request asks so, from processed ones."""
+"""Log probabilities of a round's tokens, from raw logits and, if a request asks so, from processed ones."""
 
 from __future__ import annotations
 
 import torch
 
-from compiled_mtp.cache.slot_sampling import PROCESSED_LOGPROBS
 from compiled_mtp.ops.row_logprobs import row_logprobs
 from compiled_mtp.ops.sample import filter_logits
 from compiled_mtp.step import Step
@@ -38,19 +37,16 @@ def filtered_logits(
 def add_logprobs(
     step: Step,
     packed: torch.Tensor,
-    state_index: torch.Tensor,
     raw: torch.Tensor,
     filtered: torch.Tensor | None,
 ) -> torch.Tensor:
     """Append the log probabilities of a packed round's tokens, as `pack_logprobs` does.
 
-    raw [B * W, V]: the logits of the round. filtered: their `filtered_logits`, used for requests with
-    processed log probabilities; None if no request asks for these.
+    raw [B * W, V]: the logits of the round. filtered: their `filtered_logits`, whose log probabilities follow
+    those of the raw logits; None if no request asks for these.
     """
-    rows, num_tokens = raw, raw.shape[0] // state_index.shape[0]
-    if filtered is not None:
-        features = step.slots.features[state_index.to(torch.int64)]
-        is_processed = (features & PROCESSED_LOGPROBS) != 0
-        rows = torch.where(is_processed.repeat_interleave(num_tokens)[:, None], filtered, raw)
+    num_tokens = raw.shape[0] // packed.shape[0]
     chosen = packed[:, 2 : 2 + num_tokens].reshape(-1).contiguous()
-    return pack_logprobs(packed, row_logprobs(rows, chosen, step.num_valid_ids))
+    for logits in (raw,) if filtered is None else (raw, filtered):
+        packed = pack_logprobs(packed, row_logprobs(logits, chosen, step.num_valid_ids))
+    return packed

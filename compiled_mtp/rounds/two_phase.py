@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.ops.window import Window
+from compiled_mtp.ops.sample import Sampled
+from compiled_mtp.ops.window import Accepted, Window
 from compiled_mtp.rounds.logprobs import filtered_logits
 from compiled_mtp.step import Step
 from compiled_mtp.step_output import pack_round
@@ -67,20 +68,32 @@ class TwoPhaseRound:
 
         state_index must name the requests of that round; no launch between the phases may change their slots.
         """
-        step, window = self.step, self._window(len(state_index), shape)
-        rows = window.tokens.shape[0]
-        hidden, logits, masks = self.hidden[:rows], self.logits[:rows], self.masks[:rows]
-        sampled = step.draw_window(logits=logits, state_index=state_index, window=window, masks=masks)
-        accepted = step.accept_and_commit(state_index=state_index, window=window, sampled=sampled)
-        drafts = step.extend_and_draft(
+        window = self._window(len(state_index), shape)
+        sampled, accepted = self._draw_and_commit(state_index, window)
+        drafts = self.step.extend_and_draft(
             state_index=state_index,
             window=window,
-            tokens=sampled.token,
-            hidden=hidden,
+            tokens=self.step.round_tokens(sampled, accepted),
+            hidden=self.hidden[: window.tokens.shape[0]],
             accepted=accepted,
             shape=shape,
         )
         return pack_round(accepted=accepted, drafts=drafts)
+
+    def commit(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
+        """Do what `accept` does for requests whose whole output is given: nothing reads their drafts.
+
+        The draft model does not run, and its KV stays as it is; ids 0 take the place of drafts.
+        """
+        _, accepted = self._draw_and_commit(state_index, self._window(len(state_index), shape))
+        drafts = accepted.packed.new_zeros((len(state_index), shape.chain))
+        return pack_round(accepted=accepted, drafts=drafts)
+
+    def _draw_and_commit(self, state_index: torch.Tensor, window: Window) -> tuple[Sampled, Accepted]:
+        rows = window.tokens.shape[0]
+        logits, masks = self.logits[:rows], self.masks[:rows]
+        sampled = self.step.draw_window(logits=logits, state_index=state_index, window=window, masks=masks)
+        return sampled, self.step.accept_and_commit(state_index, window, sampled)
 
     def filtered(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Between the phases: the logits [B * W, V] to which `accept` will add noise; mutates nothing."""

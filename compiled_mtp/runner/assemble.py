@@ -177,7 +177,8 @@ def _later(programs: Programs, depths: Sequence[int], saved: Path | None) -> Lat
         LaterProgram(shape.depth or 0, saved / shape.name, partial(programs.adopt, shape))
         for shape in programs.shapes_of(depths)
     ]
-    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds)
+    device = programs.device if programs.device.type == "cuda" else None
+    return LaterDepths(later, programs.step, lambda: programs.is_between_rounds, device)
 
 
 def _load(
@@ -263,6 +264,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         model.vocab_size,
         spec.dtype,
         device,
+        num_forced=memory.max_model_len if config.scoring else 0,
     )
     return Step(
         target,

@@ -20,8 +20,6 @@ from compiled_mtp.vision.tower import tower_bytes
 
 logger = logging.getLogger(__name__)
 
-# The share of caches in the memory that is free once the weights are loaded; activations take the rest.
-_CACHE_SHARE = 0.85
 # The share in the host's free memory of offloaded requests, and as much again of the prefix cache's host
 # tier, where the config gives no number.
 _OFFLOAD_SHARE = 0.1
@@ -161,7 +159,7 @@ def resolve_memory(
     most_blocks = num_blocks - 1 if num_blocks else free_bytes // shape.block_bytes(config.block_size)
     longest = min(spec.max_model_len, most_blocks * config.block_size)
     memory = plan_memory(
-        int(free_bytes * _CACHE_SHARE),
+        int(free_bytes * config.memory_utilization),
         shape,
         block_size=config.block_size,
         max_batch=config.max_batch,
@@ -221,7 +219,7 @@ def cache_shape(spec: EngineSpec) -> CacheShape:
         conv_bytes=spec.dtype.itemsize,
         ring_length=ring_length(spec.mtp_step, model.conv_kernel),
         kv_scale_bytes=scale_bytes,
-        sampling_bytes=sampling_bytes(model.vocab_size),
+        sampling_bytes=sampling_bytes(model.vocab_size, spec.max_model_len if spec.config.scoring else 0),
         hidden_bytes=model.hidden_size * spec.dtype.itemsize,
     )
 

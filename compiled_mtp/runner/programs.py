@@ -108,7 +108,8 @@ class Programs:
             return torch.no_grad()(program)
 
         self._decode: dict[Bucket, Program] = dict.fromkeys(self.buckets, plain(step.decode))
-        phases = {"verify": plain(self.two_phase.verify), "accept": plain(self.two_phase.accept)}
+        names = ("verify", "accept", "commit")
+        phases = {name: plain(getattr(self.two_phase, name)) for name in names}
         self._phases: dict[tuple[str, Bucket], Program] = {
             (name, bucket): phase for name, phase in phases.items() for bucket in self.buckets
         }
@@ -165,12 +166,14 @@ class Programs:
         *,
         with_logprobs: bool = False,
         with_processed: bool = False,
+        is_given: bool = False,
     ) -> torch.Tensor:
         """Run the second phase of the round of the last `verify`; return what `Step.decode` does.
 
         masks: those of the slots' rows, on the device, as `sample` takes them. with_logprobs: append log
         probabilities to the output, see `add_logprobs`; with_processed: some request asks for those of its
-        processed logits. Raises ValueError unless the verify had the same slots and shape.
+        processed logits. is_given: the whole output of every request is given, so nothing is drafted. Raises
+        ValueError unless the verify had the same slots and shape.
         """
         if self._verified != (slots, shape):
             raise ValueError(
@@ -183,10 +186,10 @@ class Programs:
         two_phase.write_masks(masks)
         # Before the slots' histories gain the new tokens.
         filtered = two_phase.filtered(state_index, shape) if with_logprobs and with_processed else None
-        packed = self._call_phase("accept", bucket, state_index)
+        packed = self._call_phase("commit" if is_given else "accept", bucket, state_index)
         if not with_logprobs:
             return packed
-        return add_logprobs(self.step, packed, state_index, two_phase.logits[: bucket.rows], filtered)
+        return add_logprobs(self.step, packed, two_phase.logits[: bucket.rows], filtered)
 
     @torch.no_grad()
     def first(
@@ -197,9 +200,10 @@ class Programs:
         *,
         with_logprobs: bool = False,
         with_processed: bool = False,
+        is_given: bool = False,
     ) -> torch.Tensor:
-        """Run `first_token` for one slot whose prompt is processed, with masks [1, words] or log
-        probabilities as in `accept`.
+        """Run `first_token` for one slot whose prompt is processed, with masks [1, words], log probabilities
+        or a given output as in `accept`.
 
         Runs uncompiled: each request has one first token.
         """
@@ -208,8 +212,8 @@ class Programs:
         logits, positions = first_logits(step, state_index)
         has_filtered = with_logprobs and with_processed
         filtered = first_filtered(step, state_index, logits, positions, masks) if has_filtered else None
-        packed = conclude_first(step, state_index, logits, positions, chain, masks)
-        return add_logprobs(step, packed, state_index, logits, filtered) if with_logprobs else packed
+        packed = conclude_first(step, state_index, logits, positions, chain, masks, is_given=is_given)
+        return add_logprobs(step, packed, logits, filtered) if with_logprobs else packed
 
     def prefill(self, slots: Sequence[int], prompt_chunks: Sequence[PromptChunk]) -> RowLogprobs | None:
         """Process one prompt chunk for each of `slots`.
@@ -322,7 +326,7 @@ class Programs:
             state_index = self.inputs.state_indices[bucket.groups]
             filtered = two_phase.filtered(state_index, bucket.shape)
             packed = two_phase.accept(state_index, bucket.shape)
-            add_logprobs(step, packed, state_index, two_phase.logits[: bucket.rows], filtered)
+            add_logprobs(step, packed, two_phase.logits[: bucket.rows], filtered)
         masks = two_phase.masks[:1].clone()
         two_phase.reserve(kept_rows)
         for chain in dict.fromkeys(chain for chain, _ in self._first_token):

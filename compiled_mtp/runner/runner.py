@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.ops.row_logprobs import RowLogprobs as DeviceRowLogprobs
 from compiled_mtp.plan import Release, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build
 from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.spec import EngineSpec
-from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs, unpack_logprobs
+from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Runner:
             self.moves.wait()
             self._is_wait_due = False
         if plan is not None:
+            self._enter_device()
             try:
                 self._launches.append((plan, *self._launch(plan)))
                 self.num_launched += 1
@@ -133,6 +135,12 @@ class Runner:
             except RuntimeError as error:  # Every request's caller has got this error already.
                 logger.error("the device failed", exc_info=error)
 
+    def _enter_device(self) -> None:
+        """Make the engine's GPU the calling thread's current one: kernels are launched there."""
+        device = self.spec.device
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            torch.cuda.set_device(device)
+
     def _launch(self, plan: StepPlan) -> tuple[_HostBuffer, tuple[int, ...]]:
         failed = self.moves.carry_out(plan)
         if self.encoder is not None:
@@ -163,7 +171,11 @@ class Runner:
             empty = torch.empty((1, 0), dtype=torch.int64, device=self.spec.device)
             return pack_logprobs(empty if output is None else output, scored)
         masks = self._upload_masks(plan)
-        wants = {"with_logprobs": plan.logprobs >= 0, "with_processed": plan.has_processed_logprobs}
+        wants = {
+            "with_logprobs": plan.logprobs >= 0,
+            "with_processed": plan.has_processed_logprobs,
+            "is_given": plan.is_given,
+        }
         if plan.kind == "first":
             return programs.first(plan.slots[0], plan.shape.chain, masks, **wants)
         if plan.kind == "accept":
@@ -232,8 +244,8 @@ class Runner:
         copies_done = self.moves.take_done(plan, failed)
         prompt_logprobs = None
         if packed is not None and (count := len(plan.next_ids)):
-            packed, scored = split_logprobs(packed, -(-count // SLICE_ROWS) * SLICE_ROWS)
-            prompt_logprobs = RowLogprobs(*(column[:count].tolist() for column in scored))
+            packed, (scored,) = split_logprobs(packed, -(-count // SLICE_ROWS) * SLICE_ROWS)
+            prompt_logprobs = _on_host(scored, count)
         if packed is None or not packed.shape[1]:
             return StepResult(
                 plan,
@@ -244,10 +256,13 @@ class Runner:
                 is_late=is_late,
             )
         num_tokens = plan.shape.verify + 1
-        has_logprobs = plan.logprobs >= 0 and plan.kind in ("first", "accept")
+        # Raw log probabilities, then processed ones.
+        num_logprobs = 0
+        if plan.logprobs >= 0 and plan.kind in ("first", "accept"):
+            num_logprobs = 2 if plan.has_processed_logprobs else 1
         # In a prefill only prompts that end have a row.
         owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))
-        output, count = StepOutput.unpack(packed, num_tokens, has_logprobs=has_logprobs), len(owners)
+        output, count = StepOutput.unpack(packed, num_tokens, num_logprobs=num_logprobs), len(owners)
         tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
         drafts = output.drafts(count) if plan.wants_drafts else []
         if count < len(plan.slots):
@@ -260,7 +275,7 @@ class Runner:
             copies_done,
             failed,
             all_masked=tuple([owners[i] for i in undrawn if output[i].is_masked]),
-            logprobs=_logprobs(packed, num_tokens, tokens) if has_logprobs else (),
+            logprobs=_logprobs(packed, num_tokens, tokens, num_logprobs),
             prompt_logprobs=prompt_logprobs,
             is_late=is_late,
         )
@@ -274,10 +289,23 @@ def _spread(found: list[list[int]], owners: Sequence[int], count: int) -> list[l
     return spread
 
 
-def _logprobs(packed: torch.Tensor, num_tokens: int, tokens: list[list[int]]) -> list[RowLogprobs]:
-    """The log probabilities of each request's drawn tokens."""
-    found = unpack_logprobs(packed, num_tokens)
-    return [
-        RowLogprobs(*(column[: len(drawn)].tolist() for column in columns))
-        for columns, drawn in zip(found, tokens, strict=False)
-    ]
+def _logprobs(
+    packed: torch.Tensor, num_tokens: int, tokens: list[list[int]], count: int
+) -> list[RowLogprobs]:
+    """The log probabilities of each request's drawn tokens, which were appended `count` times."""
+    found: list[RowLogprobs] = []
+    for _ in range(count):
+        # Those of the processed logits come last.
+        processed: Sequence[RowLogprobs | None] = found or [None] * len(tokens)
+        packed, columns = split_logprobs(packed, num_tokens)
+        found = [
+            _on_host(own, len(drawn), one)
+            for own, drawn, one in zip(columns, tokens, processed, strict=False)
+        ]
+    return found
+
+
+def _on_host(rows: DeviceRowLogprobs, count: int, processed: RowLogprobs | None = None) -> RowLogprobs:
+    """The first `count` rows as lists."""
+    logprobs, ranks, top_ids, top_logprobs, entropies = (column[:count].tolist() for column in rows)
+    return RowLogprobs(logprobs, ranks, top_ids, top_logprobs, entropies, processed)

@@ -12,6 +12,7 @@ import torch
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
 from compiled_mtp.graphs.compile import GraphMode
@@ -219,6 +220,8 @@ def apply(spec: EngineSpec) -> None:
             "running uncompiled: on a CPU compile=auto runs only what a graph_cache holds compiled; set "
             "compile=on",
         )
+    if spec.device.type == "cuda":
+        torch.cuda.set_device(spec.device)
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     use_reference(config.reference_ops)
@@ -251,12 +254,18 @@ def choose_graph_mode(spec: EngineSpec, weight_bytes: int) -> GraphMode | None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `name` stands for. Raises ValueError for "cuda" where torch finds no CUDA device."""
+    """The device that `name` stands for. Raises ValueError for a CUDA device that torch does not find."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be available, got cuda; torch finds no CUDA device, use device=cpu")
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device must be available, got {name}; torch finds no CUDA device, use device=cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    count = torch.cuda.device_count()
+    check(index < count, "device", f"be one of the {count} GPUs that torch finds", name, "choose another")
+    return torch.device("cuda", index)
 
 
 def _chooses_compiled(config: EngineConfig, device_type: str) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_mtp.plan import RowLogprobs
+from compiled_mtp.sampling.params import LogprobsMode
 
 
 class TopLogprob(NamedTuple):
@@ -29,7 +30,8 @@ class TokenLogprob:
 
     rank: 1 for the likeliest id; of equally likely ids the lowest comes first. top: the likeliest ids in that
     order without those that cannot be drawn, so processed logprobs may list fewer than the request asks for.
-    bytes: of the token's text, empty for special tokens.
+    bytes: of the token's text, empty for special tokens. entropy: that of the position's distribution, in
+    nats. processed: with logprobs_mode "both", the entry after masks, temperature and filters.
     """
 
     token_id: int
@@ -37,18 +39,41 @@ class TokenLogprob:
     logprob: float
     rank: int
     top: tuple[TopLogprob, ...]
+    entropy: float
+    processed: TokenLogprob | None = None
 
 
 def make_entries(
-    token_ids: Sequence[int], rows: RowLogprobs, num_top: int, token_bytes: Callable[[int], bytes]
+    token_ids: Sequence[int],
+    rows: RowLogprobs,
+    num_top: int,
+    token_bytes: Callable[[int], bytes],
+    mode: LogprobsMode = "raw",
 ) -> list[TokenLogprob]:
-    """Return the entries of the tokens that a round kept: token i has row i; later rows are dropped."""
+    """Return the entries of the tokens that a round kept: token i has row i; later rows are dropped.
+
+    With mode "processed" or "both", rows.processed must be given.
+    """
+    others: list[TokenLogprob] | None = None
+    if mode != "raw":
+        assert rows.processed is not None
+        others = make_entries(token_ids, rows.processed, num_top, token_bytes)
+        if mode == "processed":
+            return others
     entries = []
     for index, token_id in enumerate(token_ids):
         listed = zip(rows.top_ids[index][:num_top], rows.top_logprobs[index], strict=False)
         top = tuple(TopLogprob(one, token_bytes(one), value) for one, value in listed if value > -math.inf)
         entries.append(
-            TokenLogprob(token_id, token_bytes(token_id), rows.logprobs[index], rows.ranks[index], top)
+            TokenLogprob(
+                token_id,
+                token_bytes(token_id),
+                rows.logprobs[index],
+                rows.ranks[index],
+                top,
+                rows.entropies[index],
+                None if others is None else others[index],
+            )
         )
     return entries
 

@@ -16,7 +16,7 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_IDS = 16
 MAX_BIASED_IDS = 1024
 
-LogprobsMode = Literal["raw", "processed"]
+LogprobsMode = Literal["raw", "processed", "both"]
 
 _NO_BUDGET = "set max_tokens, or turn thinking off (chat_template_kwargs, enable_thinking)"
 
@@ -162,9 +162,10 @@ def logprobs(name: str, value: Any) -> int | None:
 
 
 def logprobs_mode(value: Any) -> LogprobsMode:
-    """Check logprobs_mode: raw, of the model's logits, or processed, after masks, temperature and filters."""
-    if value not in ("raw", "processed"):
-        _refuse("logprobs_mode", "be raw or processed", value, "raw is the model's own distribution")
+    """Check logprobs_mode: raw, of the model's logits, processed, after masks, temperature and filters, or
+    both."""
+    if value not in ("raw", "processed", "both"):
+        _refuse("logprobs_mode", "be raw, processed or both", value, "raw is the model's own distribution")
     mode: LogprobsMode = value
     return mode
 

@@ -94,8 +94,10 @@ class SamplingParams(BaseModel):
         default=None,
         description="log probabilities of the output's tokens and of this many likeliest ids, 0 to 20",
     )
-    logprobs_mode: Literal["raw", "processed"] = Field(
-        default="raw", description="raw: of the model; processed: after masks, temperature and filters"
+    logprobs_mode: Literal["raw", "processed", "both"] = Field(
+        default="raw",
+        description="raw: of the model; processed: after masks, temperature and filters; both: raw entries "
+        "that hold the processed ones",
     )
     prompt_logprobs: int | None = Field(
         default=None,

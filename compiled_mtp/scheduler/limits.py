@@ -113,6 +113,11 @@ class Limits:
         is_cut = room < min(request.params.max_tokens, self.max_model_len - prompt_len)
         request.length_reason = f"{pool} hold no more of it; raise num_blocks" if is_cut else None
         request.history.mtp_step = self.mtp_step
+        if len(request.forced_ids) > request.max_output:
+            raise ValueError(
+                f"prompt and continuation must have at most {self.longest} tokens, got {prompt_len} and "
+                f"{len(request.forced_ids)}; shorten one, or raise max_model_len or num_blocks"
+            )
 
     @property
     def resume_step(self) -> int:

@@ -7,8 +7,8 @@ blocks for what is possible.
 
 Rounds are planned many times per second, so the planner examines the requests once for several rounds: it
 counts the rounds in which no request can end, and reserves their blocks. It examines them again after these
-rounds, or when a request comes or goes; while a request is replayed, at every round, because each of its
-rounds brings known tokens as drafts.
+rounds, or when a request comes or goes; while the next tokens of a request are known, because it is replayed
+or its output is given, at every round, because each of its rounds brings known tokens as drafts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class _Wants(NamedTuple):
     """What at least one request of a launch needs beside its tokens.
 
     Two phases; masks of a grammar; the most likely ids listed with log probabilities (-1: none); log
-    probabilities of processed logits; the drafts that the launch leaves.
+    probabilities of processed logits; the drafts that the launch leaves. are_all_given: the output of every
+    request is given.
     """
 
     is_two_phase: bool = False
@@ -58,6 +59,7 @@ class _Wants(NamedTuple):
     logprobs: int = -1
     has_processed_logprobs: bool = False
     has_drafts: bool = False
+    are_all_given: bool = False
 
 
 @dataclass(slots=True)
@@ -113,8 +115,8 @@ class Planner:
         self._rounds_ahead = 0
         # Whether the draft model has read all deferred inputs of these slots.
         self._is_caught_up = False
-        # Those of the decoding requests that are replayed.
-        self._replaying: list[ScheduledRequest] = []
+        # Those of the decoding requests whose next tokens are known.
+        self._with_known: list[ScheduledRequest] = []
         # What the requests of the next rounds need.
         self._wants = _Wants()
         # Copies and block-table entries for the next plan.
@@ -287,15 +289,15 @@ class Planner:
                 break
             self._preempt(leaving)
         self._wants = _wants([scheduled.request for scheduled in decoding])
-        self._replaying = [scheduled for scheduled in decoding if scheduled.replay is not None]
+        self._with_known = [scheduled for scheduled in decoding if scheduled.known is not None]
         self.decoding_slots = tuple(scheduled.slot for scheduled in decoding)
         self._decoding_generations = tuple(scheduled.generation for scheduled in decoding)
         self._is_caught_up = False
         tokens = sum(one.request.prompt_len + len(one.request.output_token_ids) for one in decoding)
         self._context_tokens = tokens // max(len(decoding), 1)
-        # At least 1: the next round's blocks are reserved. One at a time while a request lacks blocks or is
-        # replayed.
-        is_short = self._replaying or len(decoding) < len(in_flight)
+        # At least 1: the next round's blocks are reserved. One at a time while a request lacks blocks or its
+        # next tokens are known.
+        is_short = self._with_known or len(decoding) < len(in_flight)
         rounds = [1] if is_short else [self._certain_rounds(one, in_flight[one.slot]) for one in decoding]
         self._rounds_ahead = max(min(rounds), 1) if decoding else 0
 
@@ -304,7 +306,9 @@ class Planner:
         for scheduled in self.resources.owners.values():
             if scheduled.phase is RequestPhase.RUNNING and scheduled.transfer is None:
                 output = _least_output(scheduled, unread[scheduled.slot, scheduled.generation])
-                if output < scheduled.request.max_output:
+                is_given = bool(scheduled.request.forced_ids)
+                is_planned = is_given and scheduled.known is not None and scheduled.known.is_planned
+                if output < scheduled.request.max_output and not is_planned:
                     yield scheduled
 
     def _count_unread_rounds(self) -> Counter[tuple[int, int]]:
@@ -413,12 +417,13 @@ class Planner:
             has_processed_logprobs=wants.has_processed_logprobs,
             is_guided=wants.is_guided,
             wants_drafts=wants.has_drafts,
+            is_given=wants.are_all_given,
         )
 
     def _end_prefill(self, scheduled: ScheduledRequest) -> None:
         scheduled.is_first_token_due = True
-        if scheduled.replay is not None:
-            scheduled.replay.plan_first()
+        if scheduled.known is not None:
+            scheduled.known.plan_first()
         scheduled.enter(RequestPhase.RUNNING)
         self.prompts.leave(scheduled)
         self.look_again()
@@ -426,14 +431,18 @@ class Planner:
     def _plan_round(self) -> StepPlan:
         self._rounds_ahead -= 1
         is_two_phase = self._wants.is_two_phase
-        depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
+        # Given tokens are right drafts: a round of such requests alone verifies as many as it can.
+        is_given = self._wants.are_all_given
+        depth = self.limits.mtp_step if is_given else 0
+        if not is_given:
+            depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
         # Only statistics read num_drafts: a resumed request may have another number of drafts.
         num_drafts, self._chain = min(depth, self._chain), depth
         plan = self._make_plan(
             "verify" if is_two_phase else "decode",
             self.decoding_slots,
             self._decoding_generations,
-            [upload for one in self._replaying for upload in _known_drafts(one, depth)],
+            [upload for one in self._with_known for upload in _known_drafts(one, depth)],
             shape=new_tuple(RoundShape, (depth, depth)),
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
@@ -458,6 +467,7 @@ class Planner:
             has_processed_logprobs=opened.wants.has_processed_logprobs,
             is_guided=opened.wants.is_guided,
             wants_drafts=opened.wants.has_drafts,
+            is_given=opened.wants.are_all_given,
         )
         # Closed after the plan is made: moves run before the launch, so requests that ended in between are
         # released with a later plan.
@@ -486,6 +496,7 @@ class Planner:
         has_processed_logprobs: bool = False,
         is_guided: bool = False,
         wants_drafts: bool = False,
+        is_given: bool = False,
         saves: tuple[Copy, ...] = (),
         encoded: EncodeSlice | None = None,
     ) -> StepPlan:
@@ -510,6 +521,7 @@ class Planner:
             has_processed_logprobs=has_processed_logprobs,
             is_guided=is_guided,
             wants_drafts=wants_drafts,
+            is_given=is_given,
             saves=saves,
             encoded=encoded,
         )
@@ -555,12 +567,19 @@ def _wants(requests: Sequence[Request]) -> _Wants:
     listed = max(-1 if (most := request.params.logprobs) is None else most for request in two_phase)
     is_guided = any(request.guide is not None for request in two_phase)
     has_processed = any(request.has_processed_logprobs for request in two_phase)
-    return _Wants(True, is_guided, listed, has_processed, has_drafts=has_drafts or is_guided)
+    return _Wants(
+        True,
+        is_guided,
+        listed,
+        has_processed,
+        has_drafts=has_drafts or is_guided,
+        are_all_given=all(request.forced_ids for request in requests),
+    )
 
 
 def _known_drafts(scheduled: ScheduledRequest, verify: int) -> Iterator[Draft]:
-    """Yield the known tokens that a replayed request's next round verifies."""
-    if scheduled.replay is not None and (known := scheduled.replay.plan_round(verify)):
+    """Yield the known tokens that a request's next round verifies as drafts."""
+    if scheduled.known is not None and (known := scheduled.known.plan_round(verify)):
         yield Draft(scheduled.slot, tuple(known))
 
 

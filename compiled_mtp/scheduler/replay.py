@@ -1,7 +1,9 @@
-"""Recomputes the tokens of a preempted request that was not offloaded; the caller does not get them again.
+"""Tokens that a request will emit and that the host knows: given ones, and those of a recomputed request.
 
-The prompt is prefilled as usual; then the request's own output tokens are the drafts of its rounds. A row's
-bits depend on that row alone, so every such draft is accepted and the output continues unchanged.
+The known tokens are the drafts of the request's rounds. A recomputed request was preempted and not offloaded:
+its prompt is prefilled as usual, then its own output tokens are its drafts, and the caller does not get them
+again. A row's bits depend on that row alone, so every such draft is accepted and the output continues
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,23 +15,21 @@ from compiled_mtp.plan import RowLogprobs
 
 
 @dataclass(slots=True)
-class Replay:
-    """How far the recomputation of a request has come.
+class KnownTokens:
+    """The first output tokens of a request, as far as they are known before it emits them.
 
-    known: the output tokens that the request had. num_planned: the fewest tokens that the device has
-    recomputed when every planned launch has run; exact below len(known). num_compared: recomputed tokens that
-    were read. uploaded: the drafts of the round planned last.
+    num_planned: the fewest tokens that the device has emitted when every planned launch has run; exact below
+    len(token_ids). uploaded: the drafts of the round planned last.
     """
 
-    known: Sequence[int]
+    token_ids: Sequence[int]
     num_planned: int = 0
-    num_compared: int = 0
     uploaded: Sequence[int] = ()
 
     @property
-    def is_over(self) -> bool:
-        """Whether every known token was read again."""
-        return self.num_compared == len(self.known)
+    def is_planned(self) -> bool:
+        """Whether every known token is planned."""
+        return self.num_planned >= len(self.token_ids)
 
     def plan_first(self) -> None:
         """Count the first token, whose launch is planned."""
@@ -39,9 +39,22 @@ class Replay:
         """Count a round that verifies `verify` drafts; return the known tokens for the first of these drafts,
         0 to `verify`."""
         begin = self.num_planned
-        self.uploaded = self.known[begin : begin + verify]
+        self.uploaded = self.token_ids[begin : begin + verify]
         self.num_planned = begin + len(self.uploaded) + 1
         return self.uploaded
+
+
+@dataclass(slots=True)
+class Replay:
+    """How far the recomputation of a request's known output tokens has been read."""
+
+    known: Sequence[int]
+    num_compared: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every known token was read again."""
+        return self.num_compared == len(self.known)
 
     def compare(self, token_ids: Sequence[int]) -> int:
         """Compare the tokens of a result with the known ones; return how many of them were known.
@@ -64,5 +77,10 @@ class Replay:
 def drop_rows(rows: RowLogprobs, count: int) -> RowLogprobs:
     """Return the log probabilities without those of the first `count` tokens."""
     return RowLogprobs(
-        rows.logprobs[count:], rows.ranks[count:], rows.top_ids[count:], rows.top_logprobs[count:]
+        rows.logprobs[count:],
+        rows.ranks[count:],
+        rows.top_ids[count:],
+        rows.top_logprobs[count:],
+        rows.entropies[count:],
+        None if rows.processed is None else drop_rows(rows.processed, count),
     )

@@ -11,7 +11,7 @@ from compiled_mtp.request import NO_DRAFT, Request
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
 from compiled_mtp.scheduler.prefix import PrefixCache, Resumption
-from compiled_mtp.scheduler.replay import Replay
+from compiled_mtp.scheduler.replay import KnownTokens, Replay
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +43,7 @@ class ScheduledRequest:
     caller needs them. num_deferred: its deferred draft inputs, one for each round without drafts.
     num_encoded: images of its prompt whose features are planned or cached; next_layer: of the next image, the
     next layer of the vision tower. transfer: its move in progress. replay: the recomputation of its tokens.
+    known: the tokens that its rounds verify as drafts, given ones or those of the replay.
     """
 
     request: Request
@@ -66,6 +67,7 @@ class ScheduledRequest:
     next_layer: int = 0
     transfer: Transfer | None = None
     replay: Replay | None = None
+    known: KnownTokens | None = None
 
     def enter(self, phase: RequestPhase) -> None:
         """Set the phase; raises AssertionError for one that may not follow."""
@@ -84,10 +86,10 @@ class ScheduledRequest:
         return len(self.request.output_token_ids) if replay is None else replay.num_compared
 
     def round_drafts(self, verify: int) -> Sequence[int]:
-        """Return the `verify` drafts of the round whose accept is planned: known tokens of a replay, then
-        `drafts`, then NO_DRAFT.
+        """Return the `verify` drafts of the round whose accept is planned: known tokens, then `drafts`,
+        then NO_DRAFT.
         """
-        uploaded = () if self.replay is None else self.replay.uploaded
+        uploaded = () if self.known is None else self.known.uploaded
         known = [*uploaded, *self.drafts[len(uploaded) : verify]]
         return known + [NO_DRAFT] * (verify - len(known))
 
@@ -97,8 +99,15 @@ class ScheduledRequest:
         self.is_installed = self.is_first_token_due = False
         self.drafts, self.num_deferred = (), 0
         self.forget_features()
-        known = self.request.output_token_ids
-        self.replay = Replay(tuple(known)) if known else None
+        emitted, forced = tuple(self.request.output_token_ids), self.request.forced_ids
+        self.replay = Replay(emitted) if emitted else None
+        self.known = KnownTokens(forced or emitted) if forced or emitted else None
+
+    def end_replay(self) -> None:
+        """Go on after the last recomputed token: rounds verify drafts again, unless the output is given."""
+        self.replay = None
+        if not self.request.forced_ids:
+            self.known = None
 
     def forget_features(self) -> None:
         """Encode its images anew: the device has freed their features."""

@@ -376,7 +376,7 @@ class Scheduler:
         if request.guide is not None:
             request.guide.accept(token_ids[:known])
         if replay.is_over:
-            scheduled.replay = None
+            scheduled.end_replay()
             self._planner.look_again()
         if logprobs is not None:
             logprobs = drop_rows(logprobs, known)

@@ -30,5 +30,7 @@ def slot_sampling(request: Request) -> SlotSampling:
         stop_ids=tuple(sorted(request.stop_ids)) if has_min_tokens else (),
         bad_words=request.bad_word_ids,
         prompt_ids=tuple(request.prompt_token_ids) if has_repetition else (),
-        has_processed_logprobs=params.logprobs is not None and params.logprobs_mode == "processed",
+        forced_ids=request.forced_ids,
+        # The first output token is at position prompt_len.
+        forced_position=request.prompt_len if request.forced_ids else 0,
     )

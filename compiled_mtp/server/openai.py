@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -15,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.async_engine import Stream
-from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestOutput, RoundDrafts, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
+from compiled_mtp.server import logprob_fields
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import (
     RoundCounter,
@@ -53,7 +52,9 @@ class _Choice:
 
     index: int
     parser: OutputParser
+    prompt_ids: Sequence[int]
     rounds: RoundCounter = field(default_factory=RoundCounter)
+    prompt_text: str = ""
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -138,10 +139,25 @@ class OpenAIHandlers:
         """POST /v1/completions."""
         body = parse(CompletionBody, await request.body(), self._service.config)
         self._service.check_model(body.model)
-        params = self._params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
-        prompts = [await self._encode(one) for one in _prompts_of(body.prompt, self._service)]
+        fields: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+        if body.has_echoed_logprobs:
+            # Those of the prompt are prefill's: its tokens are not decoded.
+            fields["prompt_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
+        if body.wants_no_output:
+            fields["max_tokens"] = 1
+        params = self._params(body, **fields)
+        given = _prompts_of(body.prompt, self._service)
+        prompts = [await self._encode(one) for one in given]
         streams = await self._service.start(prompts, params, body.priority)
-        choices = [_Choice(index, OutputParser()) for index in range(len(streams) * params.n)]
+        choices = [
+            _Choice(number * params.n + index, OutputParser(), prompt.token_ids)
+            for number, prompt in enumerate(prompts)
+            for index in range(params.n)
+        ]
+        if body.echo:
+            for choice in choices:
+                one = given[choice.index // params.n]
+                choice.prompt_text = one if isinstance(one, str) else self._service.tokenizer.decode(one)
         answer = _Answer(body, "cmpl", "text_completion", Usage(_count(prompts)), self._service)
         return await self._respond(request, answer, choices, streams)
 
@@ -165,7 +181,8 @@ class OpenAIHandlers:
             room = max(1, self._service.max_model_len - len(prompt.token_ids))
             params = params.model_copy(update={"max_tokens": room})
         streams = await self._service.start([prompt], params, body.priority)
-        choices = [_Choice(i, self._service.parser(prompt, schemas)) for i in range(params.n)]
+        parsers = [self._service.parser(prompt, schemas) for _ in range(params.n)]
+        choices = [_Choice(i, parser, prompt.token_ids) for i, parser in enumerate(parsers)]
         answer = _Answer(body, "chatcmpl", "chat.completion", Usage(_count([prompt])), self._service)
         return await self._respond(request, answer, choices, streams)
 
@@ -251,13 +268,13 @@ class OpenAIHandlers:
             guided_grammar=body.guided_grammar,
             tools=shown_tools or None,
         )
-        if body.stream and body.prompt_logprobs is not None:
-            raise ApiError(
-                400,
-                f"prompt_logprobs must be left out of a stream, got {body.prompt_logprobs}; ask for the "
-                "answer as a whole",
-                param="prompt_logprobs",
-            )
+        for name in ("prompt_logprobs", "echo") if body.stream else ():
+            if (value := getattr(body, name)) not in (None, False):
+                raise ApiError(
+                    400,
+                    f"{name} must be left out of a stream, got {value}; ask for the answer as a whole",
+                    param=name,
+                )
         form = body.response_format
         if body.max_tokens is None and isinstance(body, CompletionBody):
             fields["max_tokens"] = DEFAULT_COMPLETION_TOKENS
@@ -299,18 +316,34 @@ class _Answer:
             choices[index].take(output)
             if output.finish_reason is not None:
                 self._usage.add(output)
+        # All choices of a prompt get the prompt log probabilities that its first choice carries.
+        num_choices = self.body.n or 1
+        for index, choice in enumerate(choices):
+            choice.prompt_logprobs = choices[index // num_choices * num_choices].prompt_logprobs
+            self._drop_unwanted(choice)
         entries = [self._whole_choice(choice) for choice in choices]
         answer = self._head | {"choices": entries, "usage": self._usage.to_openai()}
-        if self.body.prompt_logprobs is None:
-            return answer
-        # All choices of a prompt get the prompt log probabilities that its first choice carries.
-        every = [self._prompt_logprobs(choice.prompt_logprobs or ()) for choice in choices]
-        num_choices = self.body.n or 1
-        if self._is_chat:
-            return answer | {"prompt_logprobs": every[0]}
-        for index, entry in enumerate(entries):
-            entry["prompt_logprobs"] = every[index // num_choices * num_choices]
+        for entry, choice in zip([answer] if self._is_chat else entries, choices, strict=False):
+            entry |= self._of_prompt(choice)
         return answer
+
+    def _drop_unwanted(self, choice: _Choice) -> None:
+        """Drop the token that the engine drew for a completion without output: it draws at least one."""
+        body = self.body
+        if isinstance(body, CompletionBody) and body.wants_no_output:
+            self._usage.output_tokens -= len(choice.token_ids)
+            choice.content, choice.finish_reason = "", "length"
+            choice.token_ids, choice.logprobs, choice.drafts = [], [], []
+
+    def _of_prompt(self, choice: _Choice) -> dict[str, Any]:
+        """Return the fields that describe a prompt: of an entry in completions, of the answer in chats."""
+        fields: dict[str, Any] = {}
+        if (num_top := self.body.prompt_logprobs) is not None:
+            entries = choice.prompt_logprobs or ()
+            fields["prompt_logprobs"] = logprob_fields.of_prompt(self._tokenizer, entries, num_top)
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = list(choice.prompt_ids)
+        return fields
 
     async def events(
         self, choices: list[_Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
@@ -381,7 +414,7 @@ class _Answer:
             said = {"text": "".join(d.text for d in deltas if isinstance(d, Content))}
         entry = _chunk(choice, said) | {"logprobs": self._logprobs(entries, choice.offset)}
         # A token that a stop string cuts counts with its whole text, as in an answer that is no stream.
-        choice.offset += sum(len(_token(self._tokenizer, e.token_id)) for e in entries)
+        choice.offset += sum(len(logprob_fields.token_text(self._tokenizer, e.token_id)) for e in entries)
         if wants_ids:
             entry["token_ids"] = output.new_token_ids
         if wants_rounds:
@@ -400,54 +433,29 @@ class _Answer:
         else:
             said = {"text": choice.content}
         entry = _chunk(choice, said) | {"logprobs": self._logprobs(choice.logprobs)}
+        if isinstance(self.body, CompletionBody) and self.body.echo:
+            entry |= self._echo(choice, self.body)
         if self.body.include_drafts:
             entry |= round_fields(self._tokenizer, choice.token_ids, choice.drafts)
         return entry | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
-    def _prompt_logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
-        """Return vLLM's form: per position a dict by token id of the prompt's token and the likeliest ones.
-
-        The first position has None.
-        """
-        found: list[dict[str, Any] | None] = [None]
-        for entry in entries:
-            ranked = [(one.token_id, one.logprob, rank) for rank, one in enumerate(entry.top, start=1)]
-            found.append(
-                {
-                    # JSON has no infinity: a log probability that is not finite becomes vLLM's lowest number.
-                    str(token_id): {
-                        "logprob": max(logprob, -9999.0),
-                        "rank": rank,
-                        "decoded_token": _token(self._tokenizer, token_id),
-                    }
-                    for token_id, logprob, rank in [
-                        (entry.token_id, entry.logprob, entry.rank),
-                        *ranked,
-                    ]
-                }
+    def _echo(self, choice: _Choice, body: CompletionBody) -> dict[str, Any]:
+        """Return the fields of a completion that repeats its prompt."""
+        fields: dict[str, Any] = {"text": choice.prompt_text + choice.content}
+        if body.has_echoed_logprobs:
+            fields["logprobs"] = logprob_fields.of_echo(
+                self._tokenizer,
+                choice.prompt_ids,
+                choice.prompt_logprobs or (),
+                choice.logprobs,
+                body.logprobs or 0,
             )
-        return found
+        return fields
 
     def _logprobs(self, entries: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
-        if not entries:
-            return None
-        tokenizer = self._tokenizer
-        if not self._is_chat:
-            tokens = [_token(tokenizer, e.token_id) for e in entries]
-            return {
-                "tokens": tokens,
-                "token_logprobs": [e.logprob for e in entries],
-                "top_logprobs": [
-                    {_token(tokenizer, one.token_id): one.logprob for one in e.top} for e in entries
-                ],
-                "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
-            }
-        content = [
-            _logprob(tokenizer, e.token_id, e.logprob)
-            | {"top_logprobs": [_logprob(tokenizer, one.token_id, one.logprob) for one in e.top]}
-            for e in entries
-        ]
-        return {"content": content, "refusal": None}
+        if self._is_chat:
+            return logprob_fields.of_chat(self._tokenizer, entries)
+        return logprob_fields.of_completion(self._tokenizer, entries, offset)
 
 
 def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -539,15 +547,6 @@ def _add_calls(calls: list[dict[str, Any]], deltas: Sequence[Delta]) -> None:
             if not calls or calls[-1]["index"] != delta.index:
                 calls.append({"index": delta.index, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += delta.text
-
-
-def _token(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-
-
-def _logprob(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    token = tokenizer.token_bytes(token_id)
-    return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
 
 
 def _event(fields: Mapping[str, Any]) -> bytes:

@@ -88,7 +88,9 @@ class SamplingBody(Body):
     prompt_logprobs: int | None = Field(
         default=None, description="likeliest tokens reported per position of the prompt; not in streams"
     )
-    return_token_ids: bool | None = Field(default=None, description="choices have their token ids")
+    return_token_ids: bool | None = Field(
+        default=None, description="choices have their token ids; answers that are no streams the prompt's too"
+    )
     user: Ignored = None
     store: Ignored = None
     metadata: Ignored = None
@@ -97,7 +99,6 @@ class SamplingBody(Body):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     # Fields of other servers, each with the value that changes nothing.
-    echo: Annotated[Any, Unread((False,))] = None
     best_of: Annotated[Any, Unread((1,))] = None
     use_beam_search: Annotated[Any, Unread((False,))] = None
     length_penalty: Annotated[Any, Unread((1,))] = None
@@ -116,7 +117,21 @@ class CompletionBody(SamplingBody):
         description="a text, token ids, or a list of either"
     )
     logprobs: int | None = None
+    echo: bool | None = Field(
+        default=None,
+        description="the text begins with the prompt, and `logprobs` with its tokens'; not in streams",
+    )
     suffix: Annotated[Any, Unread(("",))] = None
+
+    @property
+    def has_echoed_logprobs(self) -> bool:
+        """Whether the answer has log probabilities of the prompt among those of its text."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def wants_no_output(self) -> bool:
+        """Whether the request is about its prompt alone, which max_tokens 0 says."""
+        return self.max_tokens == 0 and (bool(self.echo) or self.prompt_logprobs is not None)
 
 
 class FunctionCall(Body):
@@ -231,6 +246,7 @@ class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
+    echo: Annotated[Any, Unread((False,))] = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

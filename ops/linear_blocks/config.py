@@ -3,56 +3,54 @@ bit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from compiled_mtp.ops.blocks import KINDS, Kind
-from compiled_mtp.ops.k_splits import NARROW_ROWS, part_counts
+from compiled_mtp.ops.k_splits import part_counts
 
-# Of an H200's 132 processors: of fewer programs a tile is too large.
+# Of an H100's and an H200's 132 processors: of fewer programs a tile is too large.
 MIN_PROGRAMS = 120
-BLOCKS = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
-class BlocksConfig:
+class BlocksTile:
     """One launch configuration.
 
-    A tile has `row_tiles` products of `block_m` rows, which share what is decoded of `block_n` weight rows.
-    prefetch_bytes: of each weight row, sent to L2 before the previous kernel has finished.
+    A tile has `block_m` rows and `block_n` weight rows, one or two blocks of 16 for each warp. chunk: units
+    that a stage of shared memory holds.
     """
 
     block_m: int
-    row_tiles: int
     block_n: int
     num_warps: int
+    chunk: int
     num_stages: int
-    prefetch_bytes: int = 256
 
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return self.block_m * self.row_tiles
-
-    def stage_bytes(self, kind: Kind) -> int:
-        """Shared memory of one pipeline stage: rows in bfloat16, words, scales."""
-        return self.rows * 256 + self.block_n * (2 * kind.words + 4 * -(-kind.fields // 2))
+    def shared_bytes(self, kind: Kind) -> int:
+        """Shared memory of a program: rows in bfloat16, words."""
+        return self.num_stages * self.chunk * (self.block_m * 256 + self.block_n * 2 * kind.words)
 
 
-def configuration(rows: int, n: int, split: int, shared_bytes: int, kind: Kind) -> BlocksConfig:
-    """The tile for `rows` rows of a weight of `n` rows, whose K `split` programs sum."""
-    if rows <= NARROW_ROWS:
-        block_m, row_tiles, stages, widest = 16, 1, 5, 64
-    elif rows <= 32:
-        block_m, row_tiles, stages, widest = 32, 1, 3, 128
-    else:
-        block_m, row_tiles, stages, widest = 32, 2 if rows > 64 else 1, 3, 128
-    fitting = [block for block in BLOCKS if block <= min(n, widest)]
-    block_n = next((block for block in fitting if -(-n // block) * split >= MIN_PROGRAMS), fitting[-1])
-    config = BlocksConfig(block_m, row_tiles, block_n, 4 if block_n == 128 else 2, stages)
-    most = (shared_bytes - 4096) // config.stage_bytes(kind)
-    return replace(config, num_stages=max(2, min(stages, most)))
+def tile_of(rows: int, n: int, split: int, gated: bool, kind: Kind) -> BlocksTile:
+    """The tile for `rows` rows of a weight of `n` rows, whose K `split` programs sum: measured on an H100 at
+    27B's sizes with 4 to 128 rows.
+
+    A gated tile has two blocks for each warp, one of the gate and one of up.
+    """
+    if rows > 32:
+        return BlocksTile(64, 128, 4, 1, 3)
+    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    stages = 3 if block_m == 32 else 4
+    if gated:
+        return BlocksTile(8, 128, 4, 1, 4) if block_m == 8 else BlocksTile(block_m, 64, 2, 1, stages)
+    if -(-n // 64) * split < MIN_PROGRAMS:
+        return BlocksTile(block_m, 32, 2, 1, stages)
+    # Longer chunks of more bits, or of more rows with offsets, take registers that programs lack.
+    if kind.bits == 4 and (block_m == 8 or (block_m == 16 and kind.name != "Q4_K")):
+        return BlocksTile(block_m, 64, 4, 2, 3)
+    return BlocksTile(block_m, 64, 4, 1, stages)
 
 
 def count_partials(weight: torch.Tensor, rows: int, kind: str, whole_k: int = 0) -> int:

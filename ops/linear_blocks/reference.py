@@ -22,7 +22,7 @@ Rows = Annotated[Tensor, "M K", BF16, Remedy("pass rows as long as the weight's,
 Words = Annotated[Tensor, "N W", I16, CONTIGUOUS, Remedy(PACK)]
 Scales = Annotated[Tensor, "U N S", I16, CONTIGUOUS, Remedy(PACK_SCALES)]
 # The weight is written by no kernel. A fence for the reason that `linear`'s kernels are.
-LAUNCHES = (Launch("blocks_kernel", reads_early=("weight",), is_fence=True),)
+LAUNCHES = (Launch("blocks_kernel", reads_early=("weight", "weight_scale"), is_fence=True),)
 
 
 def _weight_fits(kind: str, K: int, W: int, U: int, S: int, N: int) -> None:
@@ -52,16 +52,21 @@ def linear_blocks(
     are a prompt's, many at a time. Returns [M, N]. The bits of a row depend on that row and on the weight
     alone, for every M and for every shard of the weight's rows.
 
-    Every value is a float32 number rounded once to bfloat16; the products are those of these values. A factor
-    per row (NVFP4) multiplies the sum, but a GPU multiplies a prompt's values by it before they are rounded.
+    Values are float32 numbers; a kind that scales sums multiplies them as they are, but a prompt's products,
+    and those of other kinds, take them rounded once to bfloat16. A factor per row (NVFP4) multiplies the sum,
+    but a GPU multiplies a prompt's values by it before they are rounded.
     """
-    y = _sums(x.float(), *_rounded(weight, weight_scale, kind))
+    y = _sums(x.float(), *_multiplied(weight, weight_scale, kind, prefill))
     return y.to(torch.float32 if out_float32 else x.dtype)
 
 
-def _rounded(weight: Tensor, weight_scale: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+def _multiplied(
+    weight: Tensor, weight_scale: Tensor, kind: str, prefill: bool
+) -> tuple[Tensor, Tensor | None]:
     """The values that products take [N, K], as float32, and the factors of their sums."""
     found, factor = products(weight, weight_scale, KINDS[kind])
+    if KINDS[kind].scales_sums and not prefill:
+        return found, factor
     return found.bfloat16().float(), factor
 
 
@@ -70,7 +75,14 @@ def _sums(x: Tensor, values: Tensor, factor: Tensor | None) -> Tensor:
     return y if factor is None else y * factor
 
 
-@operator(launches=LAUNCHES, check=_weight_fits)
+def _halves_fit(kind: str, K: int, W: int, U: int, S: int, N: int) -> None:
+    _weight_fits(kind, K, W, U, S, N)
+    if N % (2 * ROWS):
+        rule = f"have {ROWS} or a multiple of {ROWS} rows for gate and up each"
+        raise fail("weight", rule, f"{N} rows", "multiply with linear_blocks and call silu_mul")
+
+
+@operator(launches=LAUNCHES, check=_halves_fit)
 def linear_blocks_silu_mul(
     x: Rows, weight: Words, weight_scale: Scales, kind: str
 ) -> Annotated[Tensor, "M N//2", BF16]:
@@ -141,11 +153,11 @@ def linear_blocks_partials(
     P gives the same bits.
     """
     if _is_sum(x, count, whole_k):
-        whole = linear_blocks.reference(x, weight, weight_scale, kind, stacked)
+        whole = linear_blocks.reference(x, weight, weight_scale, kind, stacked, prefill)
         return whole if stacked else whole[None]
     k = x.shape[1]
     k_splits = count_k_splits(whole_k or k) * k // (whole_k or k)
-    values, factor = _rounded(weight, weight_scale, kind)
+    values, factor = _multiplied(weight, weight_scale, kind, prefill)
     parts = zip(x.chunk(k_splits, 1), values.chunk(k_splits, 1), strict=True)
     sums = [_sums(part.float(), value, factor) for part, value in parts]
     size = k_splits // count

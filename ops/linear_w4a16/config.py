@@ -40,12 +40,13 @@ class W4A16Config:
 
 @dataclass(frozen=True)
 class FewRowsTile:
-    """One launch configuration of a product of up to 16 rows.
+    """One launch configuration of a product of few rows.
 
-    A tile has `block_n` weight rows, one or two blocks of 16 per warp. chunk: units that a stage of shared
-    memory holds.
+    A tile has `block_m` rows and `block_n` weight rows, one or two blocks of 16 per warp. chunk: units that a
+    stage of shared memory holds.
     """
 
+    block_m: int
     block_n: int
     num_warps: int
     chunk: int
@@ -59,8 +60,8 @@ def few_rows_tile(rows: int, n: int, split: int, gated: bool) -> FewRowsTile:
     gate and one of up.
     """
     if gated or -(-n // 64) * split >= 4 * MIN_PROGRAMS:
-        return FewRowsTile(64, 2, 2, 3) if rows <= 8 else FewRowsTile(64, 2, 1, 4)
-    return FewRowsTile(32, 2, 4, 3) if rows <= 8 else FewRowsTile(64, 4, 2, 6)
+        return FewRowsTile(8, 64, 2, 2, 3) if rows <= 8 else FewRowsTile(16, 64, 2, 1, 4)
+    return FewRowsTile(8, 32, 2, 4, 3) if rows <= 8 else FewRowsTile(16, 64, 4, 2, 6)
 
 
 def configuration(rows: int, n: int, split: int, shared_bytes: int) -> W4A16Config:

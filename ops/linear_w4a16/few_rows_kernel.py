@@ -1,12 +1,8 @@
-"""The four-bit product of up to 16 rows: weight rows are the left operand, so that a warp multiplies 8 rows.
+"""The four-bit product with decoded weight rows as the left operand (ops.left_operand).
 
 `w4a16_kernel` pads rows to 16, and spends twice the instructions of this kernel on one or two requests. A
-program copies chunks of some units (ops.int4) of its weight rows and of its rows to shared memory, several
-chunks ahead; a warp decodes one or two blocks of 16 weight rows in the registers of a tensor core's left
-operand. The order of sums, and so the bits, are those of `w4a16_kernel`.
-
-The kernel is written in Gluon, because Triton does not choose which operand lies in registers. Triton's
-interpreter cannot run Gluon: on a CPU, tests run its Python with a stand-in (tests/ops/gluon_on_cpu.py).
+warp decodes one or two blocks of 16 weight rows. The order of sums, and so the bits, are those of
+`w4a16_kernel`.
 """
 
 from __future__ import annotations
@@ -20,11 +16,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.int4 import UNIT
+from compiled_mtp.ops.left_operand import (
+    copy_layout,
+    copy_rows,
+    copy_words,
+    memory_layout,
+    spread,
+    store_tile,
+    weight_row,
+)
 from compiled_mtp.ops.linear_w4a16.config import FewRowsTile
 
 OPTIONS = {"enable_fp_fusion": True}
-# Triton 3.9 renames the function.
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 # Of each bit field: two words shifted, masked and put into 128, and the zero points subtracted.
 DECODE = gl.constexpr(
     tuple(
@@ -69,33 +72,12 @@ def minus_of(group):
 
 
 @gluon.jit
-def spread(column, like):
-    """A column [BN] as wide as `like`."""
-    return gl.expand_dims(column, 1).broadcast_to(like.shape)
-
-
-@gluon.jit
 def load_groups(group_at, n, first, last, COUNT: gl.constexpr):
     """The words of groups `first` to first + COUNT - 1, at most `last`, of the tile's weight rows."""
     groups = ()
     for index in gl.static_range(COUNT):
         groups += (gl.load(group_at + gl.minimum(first + index, last) * n),)
     return groups
-
-
-@gluon.jit
-def copy_words(to, words_at, first, end, layout: gl.constexpr):
-    """Copy as many units of the tile's weight rows as `to` holds, from `first` on; zeros from `end` on."""
-    word = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
-    async_load(to, words_at + first * 512, mask=(word < (end - first) * 32)[None, :])
-
-
-@gluon.jit
-def copy_rows(to, x_at, is_row, first, end, layout: gl.constexpr):
-    """Copy as many units of the rows as `to` holds, from `first` on; zeros from `end` on."""
-    column = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))
-    async_load(to, x_at + first * 128, mask=is_row[:, None] & (column < (end - first) * 128)[None, :])
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -153,26 +135,11 @@ def sum_units(
         # The stage of the chunk before this one, which all warps have left.
         free = (stage + STAGES - 1) % STAGES
         next_first = first + begin + (STAGES - 1) * CHUNK
-        copy_words(words.index(free), words_at, next_first, end, words_layout)
+        copy_words(words.index(free), words_at, next_first, end, words_layout, 32, 512)
         copy_rows(x.index(free), x_at, is_row, next_first, end, rows_layout)
         stage = (stage + 1) % STAGES
         groups = next_groups
     return total
-
-
-@gluon.jit
-def halves_of(tile):
-    """The upper and the lower half of [BN, BM], which one thread holds both of."""
-    BN: gl.constexpr = tile.shape[0]
-    BM: gl.constexpr = tile.shape[1]
-    return gl.split(gl.permute(gl.reshape(tile, [2, BN // 2, BM]), [1, 2, 0]))
-
-
-@gluon.constexpr_function
-def copy_layout(columns, num_warps):
-    """A layout of eight columns per thread, with as many threads per row as it has such groups."""
-    lanes = min(32, columns // 8)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
 # Triton would compile other kernels for a value of 1 and for multiples of 16.
@@ -182,7 +149,7 @@ def w4a16_few_rows_kernel(
     BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
     PER_UNIT: gl.constexpr, IS_BF16: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """All rows by a tile of BN weight rows, over one K split of `units` units.
+    """BM rows by a tile of BN weight rows, over one K split of `units` units.
 
     weight_scale: the groups' words of 32 bits. EVEN: `units` is a multiple of CHUNK. GATED: the tile's upper
     half are rows of the gate, its lower half those of up.
@@ -191,26 +158,28 @@ def w4a16_few_rows_kernel(
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     words_layout: gl.constexpr = copy_layout(CHUNK * 32, gl.num_warps())
     rows_layout: gl.constexpr = copy_layout(CHUNK * 128, gl.num_warps())
-    shared_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    tile = gl.program_id(0)
+    # Row tiles of one weight tile are neighbours, so that all but the first find it in L2.
+    row_tiles = (rows + BM - 1) // BM
+    tile = gl.program_id(0) // row_tiles
+    first_row = gl.program_id(0) % row_tiles * BM
     partial = gl.program_id(1)
     first = partial * units
     end = first + units
-    words = gl.allocate_shared_memory(gl.int16, [STAGES, BN, CHUNK * 32], shared_layout)
-    shared_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, CHUNK * 128], shared_layout)
+    words = gl.allocate_shared_memory(gl.int16, [STAGES, BN, CHUNK * 32], memory_layout(CHUNK * 32))
+    shared_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, CHUNK * 128], memory_layout(CHUNK * 128))
     row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, words_layout)), BN, GATED)
     word = gl.arange(0, CHUNK * 32, gl.SliceLayout(0, words_layout))
     words_at = weight + ((row // 16).to(gl.int64) * (16 * weight_stride) + row % 16 * 32)[:, None]
     words_at += (word // 32 * 512 + word % 32)[None, :]
     for chunk in gl.static_range(STAGES - 1):
-        copy_words(words.index(chunk), words_at, first + chunk * CHUNK, end, words_layout)
+        copy_words(words.index(chunk), words_at, first + chunk * CHUNK, end, words_layout, 32, 512)
     group_at = weight_scale + weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
     own = load_groups(group_at, n, first * PER_UNIT, end * PER_UNIT - 1, CHUNK * PER_UNIT)
     if PDL:
         gdc_wait()
         # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
         gdc_launch_dependents()
-    row = gl.arange(0, BM, gl.SliceLayout(1, rows_layout))
+    row = first_row + gl.arange(0, BM, gl.SliceLayout(1, rows_layout))
     column = gl.arange(0, CHUNK * 128, gl.SliceLayout(0, rows_layout))
     x_at = x + row.to(gl.int64)[:, None] * x_stride + column[None, :]
     for chunk in gl.static_range(STAGES - 1):
@@ -221,36 +190,7 @@ def w4a16_few_rows_kernel(
         PER_UNIT, CHUNK, STAGES, EVEN, IS_BF16,
     )  # fmt: skip
     async_copy.wait_group(0)
-    to_row = gl.arange(0, BM, gl.SliceLayout(0, layout))
-    dtype: gl.constexpr = out.dtype.element_ty
-    in_tile = gl.arange(0, BN, gl.SliceLayout(1, layout))
-    if GATED:
-        width = n // 2
-        to_column = tile * (BN // 2) + in_tile % (BN // 2)
-    else:
-        width = n
-        to_column = tile * BN + in_tile
-    at = (partial.to(gl.int64) * rows + to_row)[None, :] * width + to_column[:, None]
-    is_stored = (to_row < rows)[None, :] & (to_column < width)[:, None]
-    if GATED:
-        # Rounded as silu_mul does it on the rounded sums.
-        gate, up = halves_of(total.to(dtype).to(gl.float32))
-        total = gate / (1.0 + gl.exp(-gate)) * up
-        at, _ = halves_of(at)
-        is_stored, _ = halves_of(is_stored.to(gl.int8))
-        is_stored = is_stored != 0
-    gl.store(out + at, total.to(dtype), mask=is_stored)
-
-
-@gluon.jit
-def weight_row(tile, n, in_tile, BN: gl.constexpr, GATED: gl.constexpr):
-    """The weight rows of a tile's rows. Those beyond N read the last block of 16, and are never stored."""
-    if GATED:
-        block = gl.minimum(tile * (BN // 32) + in_tile // 16 % (BN // 32), n // 32 - 1)
-        block += in_tile // (BN // 2) * (n // 32)
-    else:
-        block = gl.minimum(tile * (BN // 16) + in_tile // 16, n // 16 - 1)
-    return block * 16 + in_tile % 16
+    store_tile(total, out, tile, first_row, partial, rows, n, layout, BN, BM, GATED)
 
 
 def launch_few_rows(
@@ -262,14 +202,14 @@ def launch_few_rows(
     dtype: torch.dtype,
     gated: bool = False,
 ) -> torch.Tensor:
-    """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated, of at most 16 rows."""
+    """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty((k_splits, rows, n // 2 if gated else n), dtype=dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     has_pdl = device_of(x.device.index).has_dependent_launch
     units = k // UNIT
-    w4a16_few_rows_kernel[(triton.cdiv(n, tile.block_n), k_splits)](
+    w4a16_few_rows_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), k_splits)](
         x,
         weight,
         weight_scale.view(torch.int32),
@@ -280,7 +220,7 @@ def launch_few_rows(
         x.stride(0) if rows > 1 else k,
         weight.stride(0),
         units // k_splits,
-        BM=8 if rows <= 8 else 16,
+        BM=tile.block_m,
         BN=tile.block_n,
         CHUNK=tile.chunk,
         STAGES=tile.num_stages,

@@ -53,8 +53,9 @@ def logprob_tile_kernel(
 ):
     """Reduce one tile of one row.
 
-    tile_sums [M, 2, TILES]: peak and sum of exp(x - peak). tile_counts [M, TILES]: how many ids rank before
-    the chosen one. values, value_ids [M, TILES, NUM_TOP]: the likeliest ids.
+    tile_sums [M, 3, TILES]: peak, and the sums of exp(x - peak) and of exp(x - peak) * (x - peak).
+    tile_counts [M, TILES]: how many ids rank before the chosen one. values, value_ids [M, TILES, NUM_TOP]:
+    the likeliest ids.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -65,9 +66,12 @@ def logprob_tile_kernel(
     own_id = tl.load(chosen + row)
     own = finite_or_minus_inf(tl.load(logits + row * logits_stride + own_id))
     peak = tl.max(x, 0)
-    to = tile_sums + row * (2 * TILES) + tile
+    to = tile_sums + row * (3 * TILES) + tile
     tl.store(to, peak)
-    tl.store(to + TILES, tl.sum(tl.exp(x - or_zero(peak)), 0))
+    below = x - or_zero(peak)
+    weights = tl.exp(below)
+    tl.store(to + TILES, tl.sum(weights, 0))
+    tl.store(to + 2 * TILES, tl.sum(tl.where(weights > 0, weights * below, 0.0), 0))
     is_valid = ids < num_valid_ids
     is_before = is_valid & ((x > own) | ((x == own) & (ids < own_id)))
     tl.store(tile_counts + row * TILES + tile, tl.sum(is_before.to(tl.int32), 0))
@@ -97,6 +101,7 @@ def logprob_row_kernel(
     rank,
     top_ids,
     top_logprobs,
+    entropy,
     TILES: tl.constexpr,
     TILES_BLOCK: tl.constexpr,
     CANDIDATES_BLOCK: tl.constexpr,
@@ -106,12 +111,19 @@ def logprob_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES_BLOCK)
     is_tile = tile < TILES
-    peaks = tl.load(tile_sums + row * (2 * TILES) + tile, mask=is_tile, other=float("-inf"))
-    sums = tl.load(tile_sums + row * (2 * TILES) + TILES + tile, mask=is_tile, other=0.0)
+    own_tiles = tile_sums + row * (3 * TILES) + tile
+    peaks = tl.load(own_tiles, mask=is_tile, other=float("-inf"))
+    sums = tl.load(own_tiles + TILES, mask=is_tile, other=0.0)
+    weighted = tl.load(own_tiles + 2 * TILES, mask=is_tile, other=0.0)
     peak = tl.max(peaks, 0)
     has_any = peak > float("-inf")
     peak = or_zero(peak)
-    log_sum = tl.log(tl.where(has_any, tl.sum(sums * tl.exp(peaks - peak), 0), 1.0))
+    scales = tl.exp(peaks - peak)
+    total = tl.where(has_any, tl.sum(sums * scales, 0), 1.0)
+    log_sum = tl.log(total)
+    # A tile's values lie `peaks - peak` lower below the row's peak than below its own.
+    weighted = tl.where(scales > 0, scales * (weighted + (peaks - peak) * sums), 0.0)
+    tl.store(entropy + row, tl.where(has_any, log_sum - tl.sum(weighted, 0) / total, 0.0))
     own = finite_or_minus_inf(tl.load(logits + row * logits_stride + tl.load(chosen + row)))
     tl.store(logprob + row, tl.where(has_any, (own - peak) - log_sum, float("-inf")))
     counts = tl.load(tile_counts + row * TILES + tile, mask=is_tile, other=0)
@@ -141,11 +153,12 @@ def launch(args: Any) -> tuple[torch.Tensor, ...]:
     rank = torch.empty((rows,), dtype=torch.int32, device=device)
     top_ids = torch.empty((rows, NUM_TOP), dtype=torch.int32, device=device)
     top_logprobs = torch.empty((rows, NUM_TOP), dtype=torch.float32, device=device)
+    entropy = torch.empty((rows,), dtype=torch.float32, device=device)
     if rows == 0:
-        return logprob, rank, top_ids, top_logprobs
+        return logprob, rank, top_ids, top_logprobs, entropy
     tile = max(64, min(MAX_TILE, triton.next_power_of_2(vocab)))
     tiles = triton.cdiv(vocab, tile)
-    tile_sums = torch.empty((rows, 2, tiles), dtype=torch.float32, device=device)
+    tile_sums = torch.empty((rows, 3, tiles), dtype=torch.float32, device=device)
     tile_counts = torch.empty((rows, tiles), dtype=torch.int32, device=device)
     values = torch.empty((rows, tiles, NUM_TOP), dtype=torch.float32, device=device)
     value_ids = torch.empty((rows, tiles, NUM_TOP), dtype=torch.int32, device=device)
@@ -156,9 +169,9 @@ def launch(args: Any) -> tuple[torch.Tensor, ...]:
     )  # fmt: skip
     logprob_row_kernel[(rows,)](
         logits, logits.stride(0), args.chosen, tile_sums, tile_counts, values, value_ids,
-        logprob, rank, top_ids, top_logprobs,
+        logprob, rank, top_ids, top_logprobs, entropy,
         TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles),
         CANDIDATES_BLOCK=triton.next_power_of_2(tiles * NUM_TOP),
         NUM_TOP=NUM_TOP, TOP_BLOCK=top_block, num_warps=ROW_WARPS,
     )  # fmt: skip
-    return logprob, rank, top_ids, top_logprobs
+    return logprob, rank, top_ids, top_logprobs, entropy

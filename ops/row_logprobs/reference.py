@@ -22,16 +22,17 @@ _TILE = 4096
 
 
 class RowLogprobs(NamedTuple):
-    """Per row: log probability and rank of the chosen id, and the likeliest ids in order.
+    """Per row: log probability and rank of the chosen id, the likeliest ids in order, and the entropy.
 
-    rank counts from 1; among equally likely ids the lowest comes first, here and in top_ids. Where fewer ids
-    have a probability, top_logprobs is -inf and top_ids 0.
+    The entropy is in nats. rank counts from 1; among equally likely ids the lowest comes first, here and in
+    top_ids. Where fewer ids have a probability, top_logprobs is -inf and top_ids 0.
     """
 
     logprob: Annotated[Tensor, "M", F32]
     rank: Annotated[Tensor, "M", I32]
     top_ids: Annotated[Tensor, f"M {NUM_TOP}", I32]
     top_logprobs: Annotated[Tensor, f"M {NUM_TOP}", F32]
+    entropy: Annotated[Tensor, "M", F32]
 
 
 def _row_sum(x: Tensor) -> Tensor:
@@ -54,14 +55,20 @@ def row_logprobs(
 ) -> RowLogprobs:
     """Return the log softmax of every row of logits [M, V] at its `chosen` id [M] and at the likeliest ids.
 
-    Ids from num_valid_ids on count in the softmax but are neither ranked nor listed. A logit that is not
-    finite counts as -inf; a row without a finite logit has log probabilities of -inf.
+    Ids from num_valid_ids on count in the softmax and in the entropy, but are neither ranked nor listed. A
+    logit that is not finite counts as -inf; a row without a finite logit has log probabilities of -inf and
+    entropy 0.
     """
     x = torch.where(torch.isfinite(logits), logits, -math.inf)
     peak = x.amax(-1, keepdim=True)
     has_any = peak > -math.inf
     peak = torch.where(has_any, peak, 0.0)
-    log_sum = torch.log(_row_sum(torch.exp(x - peak).contiguous()))[:, None]
+    weights = torch.exp(x - peak)
+    total = _row_sum(weights.contiguous())
+    log_sum = torch.log(total)[:, None]
+    # The entropy is log_sum minus the mean of x - peak.
+    weighted = torch.where(weights > 0, weights * (x - peak), 0.0)
+    entropy = torch.where(has_any[:, 0], log_sum[:, 0] - _row_sum(weighted.contiguous()) / total, 0.0)
 
     def logprob_of(values: Tensor) -> Tensor:
         return torch.where(has_any, (values - peak) - log_sum, -math.inf)
@@ -80,4 +87,5 @@ def row_logprobs(
         (is_before.sum(-1) + 1).to(torch.int32),
         top_ids.to(torch.int32),
         logprob_of(top),
+        entropy,
     )

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
-from compiled_mtp.ops.window.reference import Accepted, Cursors, History, Window, position_hash
+from compiled_mtp.ops.window.reference import (
+    Accepted,
+    Cursors,
+    History,
+    Window,
+    committed_ids,
+    position_hash,
+)
 
 Places = tuple[list[int], list[int]]
 
@@ -63,8 +70,13 @@ def accept_window(
     block_size: int,
     end: int,
     hash_limit: Tensor | None = None,
+    forced_ids: Tensor | None = None,
 ) -> Accepted:
     query_len, index, starts = mtp_step + 1, state_index.tolist(), start.tolist()
+    if forced_ids is not None:
+        after = start[:, None] + torch.arange(1, query_len + 1)
+        by_request = sampled.view(len(index), query_len)
+        sampled = committed_ids(by_request, after, state_index.long(), forced_ids).flatten()
     drawn, outcomes = sampled.tolist(), outcome.tolist()
     agrees = _agrees(tokens.tolist(), drawn, state_index, start, query_len, hash_limit)
     features = history.features.tolist()

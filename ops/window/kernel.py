@@ -24,6 +24,8 @@ UNSPECIALIZED = (
     "drafts_stride",
     "chain_stride",
     "hash_limit",
+    "forced_ids",
+    "forced_stride",
 )
 
 
@@ -114,6 +116,8 @@ def accept_window_kernel(
     end,
     chain_stride,
     hash_limit,
+    forced_ids,
+    forced_stride,
     LANES: tl.constexpr,
     HASH_FACTOR: tl.constexpr,
     MIX_FACTOR: tl.constexpr,
@@ -141,6 +145,10 @@ def accept_window_kernel(
         gdc_wait()
     drawn = tl.load(sampled + row, mask=is_row, other=0)
     state = tl.load(outcome + row, mask=is_row, other=DRAWN).to(tl.int32)
+    if forced_ids is not None:
+        is_inside = is_row & (wanted + 1 < forced_stride)
+        forced = tl.load(forced_ids + slot * forced_stride + wanted + 1, mask=is_inside, other=-1)
+        drawn = tl.where(forced >= 0, forced.to(tl.int64), drawn)
     is_wrong = is_draft & (drafted != drawn)
     if hash_limit is not None:
         limit = tl.load(hash_limit)
@@ -207,12 +215,14 @@ def launch_accept_window(args: Any) -> tuple[torch.Tensor, ...]:
     chain_positions = start.new_empty((mtp_step, batch + batch % 2))
     chain_slots = torch.empty_like(chain_positions)
     has_pdl = device_of(start.device.index).has_dependent_launch
+    forced_stride = 0 if args.forced_ids is None else args.forced_ids.stride(0)
     counts = args.history.output_counts
     accept_window_kernel[(batch,)](
         args.tokens, args.sampled, args.outcome, args.state_index, start, args.table, *args.cursors,
         args.history.features, counts, counts.stride(0), args.history.recent_ids,
         packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
         query_len, args.table.shape[1], args.block_size, args.end, chain_positions.shape[1], args.hash_limit,
+        args.forced_ids, forced_stride,
         LANES=LANES, HASH_FACTOR=HASH_FACTOR, MIX_FACTOR=MIX_FACTOR, RECENT_IDS=RECENT_IDS,
         REMEMBERED=PENALTIES | BAD_WORDS, DRAWN=DRAWN, ALL_MASKED=ALL_MASKED, PDL=has_pdl,
         num_warps=1, launch_pdl=has_pdl,

@@ -60,6 +60,15 @@ def place_chain(
     return padded_positions, padded_slots
 
 
+def committed_ids(sampled: Tensor, positions: Tensor, slots: Tensor, forced_ids: Tensor) -> Tensor:
+    """Return the ids that are committed at `positions` [B, n] int64 of `slots` [B] int64: `sampled` [B, n],
+    except where forced_ids [slots, max_model_len] holds an id of at least 0.
+    """
+    width = forced_ids.shape[1]
+    forced = forced_ids[slots[:, None], positions.clamp(max=width - 1)].to(torch.int64)
+    return torch.where((forced >= 0) & (positions < width), forced, sampled)
+
+
 _SLOT_STATE = Remedy("pass the rows of SlotState")
 _WINDOW = Remedy("pass what read_window returned")
 _W_ROWS = Remedy("pass mtp_step + 1 rows a request")
@@ -104,11 +113,11 @@ class Window(NamedTuple):
 class Accepted(NamedTuple):
     """The result of verification, and the placement of the draft's rows; all int64.
 
-    packed [B, 2 + W]: num_new, num_finite (see `accept_window`), then the W samples; the first num_new of
-    them are the request's new tokens. accepted_row [B]: the row of B * W whose sample is the last new token;
-    bonus [B]: that token. positions, kv_slots (kv_index) [B * W]: of the pairs (sample k, hidden k), at
-    start + 1 + k. chain_positions, chain_slots [mtp_step, P], P = B + B % 2: row i of the chain, at
-    start + num_new + 1 + i, in the first B columns.
+    packed [B, 2 + W]: num_new, num_finite (see `accept_window`), then the W samples, or the ids forced in
+    their place; the first num_new of them are the request's new tokens. accepted_row [B]: the row of B * W
+    whose sample is the last new token; bonus [B]: that token. positions, kv_slots (kv_index) [B * W]: of the
+    pairs (sample k, hidden k), at start + 1 + k. chain_positions, chain_slots [mtp_step, P], P = B + B % 2:
+    row i of the chain, at start + num_new + 1 + i, in the first B columns.
     """
 
     packed: Annotated[Tensor, "B mtp_step+3", I64]
@@ -187,6 +196,7 @@ def accept_window(
     block_size: int,
     end: int,
     hash_limit: Annotated[Tensor, "1", I64] | None = None,
+    forced_ids: Annotated[Tensor, "slots max_model_len", I32, CONTIGUOUS, _SLOT_STATE] | None = None,
 ) -> Accepted:
     """Accept the leading drafts that agree with the samples, commit them, and place the draft's rows.
 
@@ -200,10 +210,15 @@ def accept_window(
     logit that is not finite; if instead all ids of that row are masked, packed holds -1 - num_finite.
     hash_limit [1], for benchmarks: if not negative, a draft counts as right where `position_hash` is below
     it, whatever its token.
+    forced_ids [slots, max_model_len], to score given tokens: an id of at least 0 at a position is committed
+    there in the place of the sample, and drafts are compared with it.
     """
     index, is_live, query_len = state_index.to(torch.int64), state_index > 0, mtp_step + 1
     batch = start.shape[0]
     drawn = sampled.view(batch, query_len)
+    if forced_ids is not None:
+        after = start[:, None] + torch.arange(1, query_len + 1, device=start.device)
+        drawn = committed_ids(drawn, after, index, forced_ids)
     agrees = tokens.view(batch, query_len)[:, 1:] == drawn[:, :-1]
     if hash_limit is not None:
         places = start[:, None] + torch.arange(1, query_len, device=start.device)
@@ -212,8 +227,8 @@ def accept_window(
     num_new = torch.where(is_live, num_accepted + 1, 0)
     by_row = outcome.view(batch, query_len)
     leading = (by_row == DRAWN).to(torch.int64).cumprod(dim=1).sum(dim=1)
-    after = by_row.gather(1, leading.clamp(max=mtp_step)[:, None]).squeeze(1)
-    is_masked = (leading < num_new) & (after == ALL_MASKED)
+    broken = by_row.gather(1, leading.clamp(max=mtp_step)[:, None]).squeeze(1)
+    is_masked = (leading < num_new) & (broken == ALL_MASKED)
     num_finite = torch.where(is_masked, -1 - leading, torch.minimum(leading, num_new))
     bonus = torch.where(is_live, drawn.gather(1, num_accepted[:, None])[:, 0], 0)
     cursors.base[index] = start

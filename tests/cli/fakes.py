@@ -127,7 +127,7 @@ class FakeEngine:
         if self.wrong_with_mtp_step_0 and not self.config.mtp_step and done == 2:
             window = "?"
         num_drafts = len(window) - 1 if done else None
-        rows = RowLogprobs([-1.0] * 9, [1] * 9, [[]] * 9, [[]] * 9)
+        rows = RowLogprobs([-1.0] * 9, [1] * 9, [[]] * 9, [[]] * 9, [1.0] * 9)
         kept, text = request.append([ord(c) for c in window], num_drafts, time.monotonic(), logprobs=rows)
         error = None
         if self.fail == name:

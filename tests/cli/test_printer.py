@@ -102,7 +102,8 @@ def test_each_choice_is_written_separately(engine: type[FakeEngine], tmp_path: P
     prompt.write_text('{"prompt": "ab", "logprobs": 0, "max_tokens": 2}')
     assert run_main("--prompt-file", prompt, "--output", output) == 0
     (line,) = map(json.loads, output.read_text().splitlines())
-    assert line["logprobs"] == [{"id": i, "bytes": [], "logprob": -1.0, "rank": 1, "top": []} for i in b"AB"]
+    entry = {"bytes": [], "logprob": -1.0, "rank": 1, "top": [], "entropy": 1.0}
+    assert line["logprobs"] == [{"id": i} | entry for i in b"AB"]
     flags = ["--include-drafts", "--max-tokens", 20, "--output", output]
     assert run_main("--prompt", "a prompt of some length", *flags) == 0
     (line,) = map(json.loads, output.read_text().splitlines())

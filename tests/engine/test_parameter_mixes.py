@@ -55,7 +55,6 @@ def samplings(draw: st.DrawFn, prompt: list[int]) -> SlotSampling:
         stop_ids=tuple(draw(st.lists(ids, max_size=2))),
         bad_words=tuple(map(tuple, draw(st.lists(st.lists(ids, min_size=1, max_size=3), max_size=4)))),
         prompt_ids=tuple(prompt),
-        has_processed_logprobs=draw(st.booleans()),
     )
 
 
@@ -97,7 +96,8 @@ class Mixed:
             for i, name in enumerate(names):
                 driver.tokens[name] += result.token_ids[i]
                 self.drafts[name] = list(result.drafts[i])
-                self.logprobs[name] += zip(*result.logprobs[i], strict=True)
+                *raw, processed = result.logprobs[i]
+                self.logprobs[name] += zip(*raw, *processed[:-1], strict=True)
         return result
 
     def start(self, name: str, slot: int, prompt: list[int], sampling: SlotSampling, depth: int) -> bool:

@@ -160,7 +160,6 @@ def test_the_device_is_told_every_parameter(frontend: RequestProcessor) -> None:
         stop_ids=(8, *EOS[:1], 4097, IM_END),
         bad_words=tuple(tuple(TOKENIZER.encode(text)) for text in ("no", " no")),
         prompt_ids=tuple(TOKENIZER.encode("ab cd")),
-        has_processed_logprobs=True,
     )
     assert slot_sampling(request) == expected
     assert slot_sampling(make(frontend, temperature=0.5, seed=3)[0]) == SlotSampling(3, 0.5, 0, 1.0, 0.0)

@@ -34,18 +34,22 @@ def test_rows_have_the_same_bits_and_the_values_of_float64(n: int, k: int, name:
     ids = torch.randint(0, n, (37,), device="cuda")
     assert torch.equal(block_rows(ids, *weight), exact[ids].bfloat16())
     rounded = exact if KINDS[name].has_factor else exact.bfloat16()
+    multiplied = exact if KINDS[name].scales_sums else rounded
     whole = linear_blocks(x, *weight, True)
-    wanted = x.double() @ rounded.double().T
+    wanted = x.double() @ multiplied.double().T
     # One chain of K, which tensor cores truncate every 16 columns (docs/numerics.md).
     assert (whole - wanted).norm() / wanted.norm() < max(1e-5, k / 16 * 2**-25)
-    gated = linear_blocks_silu_mul(x, *weight)
-    assert torch.equal(gated, silu_mul(linear_blocks(x, *weight)))
+    if n % 32 == 0:
+        gated = linear_blocks_silu_mul(x, *weight)
+        assert torch.equal(gated, silu_mul(linear_blocks(x, *weight)))
     sums = linear_blocks_partials(x, *weight, 1)[0]
     for rows in ROWS:
         assert torch.equal(linear_blocks(x[:rows], *weight, True), whole[:rows]), rows
-        assert torch.equal(linear_blocks_silu_mul(x[:rows], *weight), gated[:rows]), rows
+        if n % 32 == 0:
+            assert torch.equal(linear_blocks_silu_mul(x[:rows], *weight), gated[:rows]), rows
         for count in (1, 2, 4, 8) if k % 1024 == 0 else (1,):
             partials = linear_blocks_partials(x[:rows], *weight, count)
             assert torch.equal(add_tree(partials).bfloat16(), sums[:rows]), (rows, count)
     prompt = linear_blocks(x, *weight, True, True)
+    wanted = x.double() @ rounded.double().T
     assert (prompt - wanted).norm() / wanted.norm() < 4e-3

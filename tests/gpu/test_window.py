@@ -7,7 +7,7 @@ import torch
 
 from compiled_mtp.ops.window import accept_window, read_window
 from tests.ops.harness import check_launch
-from tests.ops.window_cases import HASH_LIMIT, accept_arguments, make_slots, read_arguments
+from tests.ops.window_cases import HASH_LIMIT, accept_arguments, make_forced, make_slots, read_arguments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,11 +18,13 @@ pytestmark = [
 @pytest.mark.parametrize("mtp_step", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("order", [[1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0]])
 @pytest.mark.parametrize("hash_limit", [None, HASH_LIMIT])
-def test_windows(mtp_step: int, order: list[int], hash_limit: int | None) -> None:
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_windows(mtp_step: int, order: list[int], hash_limit: int | None, is_forced: bool) -> None:
     slots = make_slots(mtp_step, "cuda")
     read = read_arguments(slots, order, mtp_step)
     check_launch(read_window, read, rtol=0, atol=0)
-    accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit)
+    forced = make_forced(slots, mtp_step) if is_forced else None
+    accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit, forced)
     check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11))
 
 

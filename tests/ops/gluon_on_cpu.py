@@ -1,8 +1,9 @@
 """Runs a Gluon kernel's Python code on a CPU: torch tensors stand in for Gluon's.
 
 Triton's interpreter knows no Gluon. Layouts are ignored. Copies to shared memory arrive at the wait and not
-before; until then the memory holds NaN. One program runs after another. Layouts that do not fit, and
-instructions, are tested in tests/gpu and by the compiler.
+before; until then the memory holds NaN. One program runs after another. Inline assembly is run
+instruction by instruction (tests/ops/assembly.py). Layouts that do not fit are found by the compiler and by
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.ops import assembly
 
 Group = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -70,7 +73,10 @@ class Program:
         names = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DotOperandLayout")
         return SimpleNamespace(
             **dict.fromkeys((*names, "NVMMADistributedLayout"), layout),
-            **{name: getattr(torch, name) for name in ("bfloat16", "float32", "int64", "int16", "int8")},
+            **{
+                name: getattr(torch, name)
+                for name in ("bfloat16", "float32", "int64", "int32", "int16", "int8")
+            },
             constexpr=None,
             static_range=range,
             num_warps=lambda: self.warps,
@@ -87,6 +93,7 @@ class Program:
             fma=lambda a, b, c: (a.double() * b + c).to(c.dtype),
             load=lambda at: at.values[at.offset],
             convert_layout=lambda value, _, assert_trivial=False: value,
+            inline_asm_elementwise=assembly.run,
             # Integers have no NaN.
             allocate_shared_memory=lambda dtype, shape, _: Shared(
                 torch.full(shape, float("nan") if dtype.is_floating_point else 0x5555, dtype=dtype)
@@ -139,8 +146,8 @@ def run(
     for second in range(grid[1]):
         for first in range(grid[0]):
             program = Program((first, second), num_warps)
-            own: dict[str, Any] = dict(vars(module))
-            for name, value in vars(module).items():
+            own = names_of(module)
+            for name, value in dict(own).items():
                 function = getattr(value, "fn", None)
                 if isinstance(function, FunctionType):
                     own[name] = FunctionType(function.__code__, own, name, function.__defaults__)
@@ -154,6 +161,16 @@ def run(
     return programs
 
 
+def names_of(module: Any) -> dict[str, Any]:
+    """The names of a kernel's module, and of the modules whose device functions it imports."""
+    own: dict[str, Any] = {}
+    for value in vars(module).values():
+        function = getattr(value, "fn", None)
+        if isinstance(function, FunctionType):
+            own |= vars(inspect.getmodule(function))
+    return own | vars(module)
+
+
 def as_pointer(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -164,4 +181,5 @@ def as_pointer(value: Any) -> Any:
 def multiply_add(
     left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, input_precision: str
 ) -> torch.Tensor:
-    return total + left.float() @ right.float()
+    # In float64, whose order of sums no float32 number shows.
+    return (total.double() + left.double() @ right.double()).float()

@@ -149,11 +149,12 @@ HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
 @pytest.mark.parametrize(
     ("rows", "n", "units", "split", "tile"),
     [
-        (1, 48, 3, 1, FewRowsTile(32, 2, 2, 3)),
-        (4, 80, 1, 8, FewRowsTile(64, 2, 2, 3)),
-        (8, 64, 5, 1, FewRowsTile(32, 2, 4, 3)),
-        (9, 96, 2, 2, FewRowsTile(64, 2, 1, 4)),
-        (16, 32, 7, 1, FewRowsTile(64, 4, 2, 6)),
+        (1, 48, 3, 1, FewRowsTile(8, 32, 2, 2, 3)),
+        (4, 80, 1, 8, FewRowsTile(8, 64, 2, 2, 3)),
+        (8, 64, 5, 1, FewRowsTile(8, 32, 2, 4, 3)),
+        (9, 96, 2, 2, FewRowsTile(16, 64, 2, 1, 4)),
+        (16, 32, 7, 1, FewRowsTile(16, 64, 4, 2, 6)),
+        (41, 48, 3, 1, FewRowsTile(32, 32, 2, 1, 3)),
     ],
 )
 @pytest.mark.parametrize("gated", [False, True])

@@ -27,7 +27,7 @@ def make_arguments(vocab: int, num_valid_ids: int) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("vocab", [3, 37, 5000])
 def test_rows_equal_numpy(vocab: int) -> None:
     logits, chosen, _ = arguments = make_arguments(vocab, vocab)
-    logprob, rank, top_ids, top_logprobs = row_logprobs(*arguments)
+    logprob, rank, top_ids, top_logprobs, entropy = row_logprobs(*arguments)
     for row in (0, 1, 2, 5) if vocab == 3 else (0, 1, 2, 4, 5):
         wanted = numpy_sampling.logprobs(logits[row].numpy(), int(chosen[row]), NUM_TOP)
         np.testing.assert_allclose(float(logprob[row]), wanted.logprob, rtol=0, atol=4e-6)
@@ -37,13 +37,16 @@ def test_rows_equal_numpy(vocab: int) -> None:
         found = top_logprobs[row, :listed].tolist()
         np.testing.assert_allclose(found, [value for _, value in wanted.top], rtol=0, atol=4e-6)
         assert top_ids[row, listed:].tolist() == [0] * (NUM_TOP - listed)
+        wanted_entropy = numpy_sampling.entropy(logits[row].numpy())
+        np.testing.assert_allclose(float(entropy[row]), wanted_entropy, rtol=0, atol=4e-6)
     assert (logprob[3], int(rank[3])) == (float("-inf"), 1 + int(chosen[3]))
     assert (top_logprobs[3] == float("-inf")).all()
+    assert float(entropy[3]) == 0
 
 
 def test_ids_that_no_token_has_are_not_listed() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 9.0]])
-    logprob, rank, top_ids, top = row_logprobs(logits, torch.tensor([2]), 3)
+    logprob, rank, top_ids, top, _ = row_logprobs(logits, torch.tensor([2]), 3)
     exact = torch.log_softmax(logits, -1)[0]
     assert int(rank) == 2
     assert top_ids[0, :4].tolist() == [1, 2, 0, 0]

@@ -19,6 +19,7 @@ from tests.ops.window_cases import (
     cursors_of,
     history_of,
     kv_index_of,
+    make_forced,
     make_slots,
     read_arguments,
 )
@@ -98,6 +99,31 @@ def test_the_leading_right_drafts_are_committed(
             assert slots[name][slot] == before[name][slot]
 
 
+@pytest.mark.parametrize("mtp_step", STEPS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("hash_limit", [None, HASH_LIMIT])
+def test_forced_ids_take_the_place_of_samples(
+    mtp_step: int, order: list[int], hash_limit: int | None
+) -> None:
+    found = []
+    for is_forced in (True, False):
+        slots = make_slots(mtp_step, "cpu")
+        window = read_window(*read_arguments(slots, order, mtp_step))
+        forced = make_forced(slots, mtp_step)
+        arguments = accept_arguments(slots, window, order, mtp_step, hash_limit, forced)
+        if not is_forced:
+            sampled = arguments[1].clone()
+            for row in range(len(sampled)):
+                slot, position = order[row // (mtp_step + 1)], int(window.sampled_positions[row])
+                if position < END and int(forced[slot, position]) >= 0:
+                    sampled[row] = forced[slot, position]
+            assert not torch.equal(sampled, arguments[1])
+            arguments = (arguments[0], sampled, *arguments[2:-1], None)
+        found.append([*accept_window(*arguments), *slots.values()])
+    for forced, replaced in zip(*found, strict=True):
+        assert torch.equal(forced, replaced)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
     """Compare every tensor of both, over requests at any stage, reserved blocks at any position, and all
@@ -120,6 +146,7 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
     sampled = draw(1, 3, batch * width)
     outcome = torch.tensor([DRAWN, DRAWN, DRAWN, NOT_FINITE, ALL_MASKED])[draw(0, 5, batch * width)]
     limit = None if seed % 3 else torch.tensor([int(draw(-1, 65537))])
+    forced = draw(-1, 3, SLOTS, END).to(torch.int32) if seed % 2 else None
     found = []
     for read, accept in ((read_window, accept_window), (read_window.reference, accept_window.reference)):
         slots = {name: tensor.clone() for name, tensor in given.items()}
@@ -127,7 +154,7 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
         window = read(index, cursors_of(slots), slots["drafts"], slots["block_table"], *sizes)
         drawn = (window.tokens, sampled, outcome.to(torch.uint8))
         commit = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
-        found.append([*window, *accept(*drawn, *commit, *sizes, limit), *slots.values()])
+        found.append([*window, *accept(*drawn, *commit, *sizes, limit, forced), *slots.values()])
     for ours, expected in zip(*found, strict=True):
         assert ours.dtype == expected.dtype
         assert torch.equal(ours, expected)
@@ -156,7 +183,8 @@ def test_registration_and_compile() -> None:
     for order in ([1], [6, 3, 8]):
         slots = make_slots(3, "cpu")
         read.append(read_arguments(slots, order, 3))
-        accept.append(accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT))
+        forced = make_forced(slots, 3)
+        accept.append(accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT, forced))
     check_registration(torch.ops.compiled_mtp.read_window.default, read[1])
     check_registration(torch.ops.compiled_mtp.accept_window.default, accept[1])
     check_compiles(read_window, read)
@@ -166,7 +194,8 @@ def test_registration_and_compile() -> None:
 def test_bad_arguments_raise() -> None:
     slots = make_slots(3, "cpu")
     read = read_arguments(slots, [1, 2], 3)
-    accept = accept_arguments(slots, read_window(*read), [1, 2], 3, HASH_LIMIT)
+    forced = make_forced(slots, 3)
+    accept = accept_arguments(slots, read_window(*read), [1, 2], 3, HASH_LIMIT, forced)
     wide = torch.zeros(SLOTS, 2, dtype=torch.int64)
     for arguments, index, value, message in (
         (read, 0, torch.ones(2, dtype=torch.int64), "state_index must have dtype"),
@@ -178,6 +207,8 @@ def test_bad_arguments_raise() -> None:
         (accept, 2, accept[2].int(), "outcome must have dtype"),
         (accept, 5, accept[5][:1], "table must have shape"),
         (accept, 11, torch.zeros(2, dtype=torch.int64), "hash_limit must have shape"),
+        (accept, 12, forced[1:], "forced_ids must have shape"),
+        (accept, 12, forced.long(), "forced_ids must have dtype"),
         (accept, 6, Cursors(wide[:, 0], *accept[6][1:]), "base must have a last dimension of stride 1"),
     ):
         changed = [*arguments[:index], value, *arguments[index + 1 :]]
@@ -188,11 +219,13 @@ def test_bad_arguments_raise() -> None:
 @pytest.mark.parametrize("mtp_step", [0, 1, 3, 7])
 @pytest.mark.parametrize("order", ORDERS[1:])
 @pytest.mark.parametrize("hash_limit", [None, -1, HASH_LIMIT])
+@pytest.mark.parametrize("is_forced", [False, True])
 def test_kernels_in_interpreter(
-    interpreter: None, mtp_step: int, order: list[int], hash_limit: int | None
+    interpreter: None, mtp_step: int, order: list[int], hash_limit: int | None, is_forced: bool
 ) -> None:
     slots = make_slots(mtp_step, "cpu")
     read = read_arguments(slots, order, mtp_step)
     check_launch(read_window, read, rtol=0, atol=0)
-    accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit)
+    forced = make_forced(slots, mtp_step) if is_forced else None
+    accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit, forced)
     check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11))

@@ -60,8 +60,9 @@ def accept_arguments(
     order: list[int],
     mtp_step: int,
     hash_limit: int | None = None,
+    forced_ids: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Return arguments of accept_window: request b keeps b of its drafts, or all.
+    """Return arguments of accept_window: request b keeps b of its drafts, or all, if no id is forced.
 
     Samples after the first wrong draft may agree again. Row 2 b of request b, if there is one, has no token.
     """
@@ -80,7 +81,28 @@ def accept_arguments(
     sampled = (window.tokens, drawn.flatten(), outcome.flatten())
     commit = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
     limit = None if hash_limit is None else torch.tensor([hash_limit], device=device)
-    return (*sampled, *commit, mtp_step, BLOCK_SIZE, END, limit)
+    return (*sampled, *commit, mtp_step, BLOCK_SIZE, END, limit, forced_ids)
+
+
+def make_forced(slots: dict[str, torch.Tensor], mtp_step: int) -> torch.Tensor:
+    """Return forced ids [SLOTS, END]: of slots 1, 4, 7 everywhere, of 2, 5, 8 at two of three positions.
+
+    Half of them are the ids of the slots' drafts, so that some drafts are right.
+    """
+    generator = torch.Generator().manual_seed(mtp_step)
+    ids = torch.randint(1, 50, (SLOTS, END), generator=generator)
+    for slot in range(1, SLOTS):
+        for k, draft in enumerate(slots["drafts"][slot, :mtp_step].tolist()):
+            position = int(slots["pos"][slot]) + 1 + k
+            if position < END and (slot + k) % 4:
+                ids[slot, position] = draft
+    positions = torch.arange(END)
+    for slot in range(SLOTS):
+        if slot % 3 == 0:
+            ids[slot] = -1
+        elif slot % 3 == 2:
+            ids[slot, positions % 3 == 2] = -1
+    return ids.to(torch.int32).to(slots["pos"].device)
 
 
 def kv_index_of(table: list[int], position: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3]
 
 def entry(token_id: int) -> TokenLogprob:
     """Return the log probability of a token."""
-    return TokenLogprob(token_id, b"", -token_id / 8, 1, ())
+    return TokenLogprob(token_id, b"", -token_id / 8, 1, (), 0.5)
 
 
 @dataclass

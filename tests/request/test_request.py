@@ -74,7 +74,7 @@ def make_request(max_tokens: int = 100, eos: str = "", **fields: object) -> Requ
         ({"bad_words": ("\ud800",)}, r"^bad_words must hold Unicode text, got "),
         ({"logprobs": 21}, r"^logprobs must be an integer from 0 to 20, got 21; "),
         ({"logprobs": True}, r"^logprobs must not be a boolean, got True; "),
-        ({"logprobs_mode": "cooked"}, r"^logprobs_mode must be 'raw' or 'processed', got 'cooked'; "),
+        ({"logprobs_mode": "cooked"}, r"^logprobs_mode must be 'raw', 'processed' or 'both', got 'cooked'; "),
         ({"n": 0}, r"^n must be an integer from 1 to 16, got 0; "),
         ({"n": 17}, r"^n must be an integer from 1 to 16, got 17; send more requests"),
         ({"n": 2, "temperature": 0}, r"^n must be 1 at temperature 0, got 2; "),
@@ -239,7 +239,11 @@ def rows_of(tokens: str) -> RowLogprobs:
     ids = list(map(ord, tokens))
     tops = [[i, i + 1, i + 2] for i in ids]
     return RowLogprobs(
-        [-float(i) for i in ids], [1] * len(ids), tops, [[-float(t) for t in top] for top in tops]
+        [-float(i) for i in ids],
+        [1] * len(ids),
+        tops,
+        [[-float(t) for t in top] for top in tops],
+        [1.0] * len(ids),
     )
 
 

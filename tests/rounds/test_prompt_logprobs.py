@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -169,13 +170,16 @@ def test_a_line_of_a_file_asks_for_them_and_has_them(checkpoint: Path, tmp_path:
             "logprob": entry.logprob,
             "rank": entry.rank,
             "top": top,
+            "entropy": entry.entropy,
         }
 
 
 def test_a_row_that_is_not_finite_has_no_number() -> None:
-    entry = TokenLogprob(5, b"a", float("-inf"), 9, ())
-    fields = {"id": 5, "bytes": [97], "logprob": None, "rank": 9, "top": []}
+    entry = TokenLogprob(5, b"a", float("-inf"), 9, (), 0.0)
+    fields = {"id": 5, "bytes": [97], "logprob": None, "rank": 9, "top": [], "entropy": 0.0}
     assert json.loads(json.dumps(printer._entry_fields(entry))) == fields
+    both = replace(entry, processed=entry)
+    assert printer._entry_fields(both) == fields | {"processed": fields}
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -59,6 +59,18 @@ def test_bytes_of_a_released_shape() -> None:
     assert SHAPE_27B.state_row_bytes() == state + records + 48 * 8 * 10240 * 2
 
 
+def test_memory_utilization_is_the_share_of_the_caches(tmp_path: Path) -> None:
+    model = read_model_config(write_checkpoint(tmp_path))
+    blocks = []
+    for share in (0.25, 0.5, 1.0):
+        config = EngineConfig(model=tmp_path, device="cpu", memory_utilization=share, offload_gb=0)
+        spec = resolve(config, model, model.vocab_size)
+        memory = resolve_memory(spec, free_bytes=2**28, host_bytes=2**28, draft_head_bytes=0, most_rows=32)
+        assert memory.total_bytes <= share * 2**28
+        blocks.append(memory.num_blocks)
+    assert blocks[0] < blocks[1] < blocks[2]
+
+
 def test_bytes_of_an_fp8_cache() -> None:
     shape = replace(SHAPE_27B, kv_bytes=1, kv_scale_bytes=4)
     # Half a bfloat16 cache's, and 4 bytes for each of the 17 * 4 heads' keys and values a token.

@@ -136,6 +136,13 @@ def log_softmax(x: Any) -> Row:
     return row - row.max() - np.log(np.exp(row - row.max()).sum())
 
 
+def entropy(x: Any) -> float:
+    """Return the entropy of a row of logits, in nats."""
+    row = log_softmax(x)
+    finite = row[np.isfinite(row)]
+    return float(-(np.exp(finite) * finite).sum())
+
+
 def logprobs(x: Any, chosen: int, num_top: int) -> Logprobs:
     """Return the entry of an id. x: the model's row for mode raw, the `filtered` row for mode processed."""
     row = log_softmax(x)

@@ -22,18 +22,19 @@ ROWS = RowLogprobs(
     ranks=[1, 2, 300],
     top_ids=[[90, 17, 3], [17, 92, IM_END], [3, 17, 90]],
     top_logprobs=[[-0.5, -1.0, -math.inf], [-1.0, -1.5, -2.0], [-1.0, -2.0, -3.0]],
+    entropies=[0.25, 1.0, 2.0],
 )
 
 
 def entry(token_id: int) -> TokenLogprob:
-    return TokenLogprob(token_id, TOKENIZER.token_bytes(token_id), -1.0, 1, ())
+    return TokenLogprob(token_id, TOKENIZER.token_bytes(token_id), -1.0, 1, (), 0.5)
 
 
 def test_entries_hold_what_the_device_found() -> None:
     entries = make_entries([90, 92], ROWS, 20, TOKENIZER.token_bytes)
-    assert [(e.token_id, e.bytes, e.logprob, e.rank) for e in entries] == [
-        (90, b"{", -0.5, 1),
-        (92, b"}", -1.5, 2),
+    assert [(e.token_id, e.bytes, e.logprob, e.rank, e.entropy) for e in entries] == [
+        (90, b"{", -0.5, 1, 0.25),
+        (92, b"}", -1.5, 2, 1.0),
     ]
     # Ids that cannot be drawn are not listed, and a special token has no text.
     assert entries[0].top == (TopLogprob(90, b"{", -0.5), TopLogprob(17, b"2", -1.0))

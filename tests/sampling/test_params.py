@@ -95,8 +95,11 @@ def test_what_is_right_takes_one_form(call: Callable[[], Any], expected: Any) ->
         (lambda: params.num_choices(2, 0), "n must be 1 at temperature 0, got 2"),
         (lambda: params.logprobs("logprobs", 21), "logprobs must be an integer from 0 to 20, got 21"),
         (lambda: params.logprobs("logprobs", True), "logprobs must be an integer from 0 to 20, got True"),
-        (lambda: params.logprobs_mode("logits"), "logprobs_mode must be raw or processed, got 'logits'"),
-        (lambda: params.logprobs_mode([]), r"logprobs_mode must be raw or processed, got \[\]"),
+        (
+            lambda: params.logprobs_mode("logits"),
+            "logprobs_mode must be raw, processed or both, got 'lo",
+        ),
+        (lambda: params.logprobs_mode([]), r"logprobs_mode must be raw, processed or both, got \[\]"),
         (
             lambda: params.only_one_grammar({"guided_choice": ["a"], "tool_choice": "required"}),
             "tool_choice must be left out with guided_choice",
@@ -132,7 +135,7 @@ def test_an_unknown_field_of_any_type_is_called_unknown(value: Any) -> None:
 
 def test_what_errors_print_is_bounded_and_escaped() -> None:
     for value in ("\ud800\x1b[31m" * 10_000, ["\n" * 1000]):
-        with pytest.raises(ValueError, match=r"^logprobs_mode must be raw or processed") as caught:
+        with pytest.raises(ValueError, match=r"^logprobs_mode must be raw, processed or both") as caught:
             params.logprobs_mode(value)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 250

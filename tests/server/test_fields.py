@@ -201,7 +201,7 @@ def test_strict_fields_refuse_all_unread_fields(strict: Running, body: type[Body
 @pytest.mark.parametrize(
     ("path", "fields", "says"),
     [
-        ("/v1/completions", {"echo": True}, "echo must be false, got True; put the prompt before"),
+        ("/v1/chat/completions", {"echo": True}, "echo must be false, got True; put the prompt before"),
         ("/v1/completions", {"best_of": 2}, "best_of must be 1, got 2; use n and logprobs"),
         ("/v1/completions", {"best_of": True}, "best_of must be 1, got True"),
         ("/v1/completions", {"suffix": "x"}, "suffix must be"),

@@ -286,7 +286,7 @@ def test_logprobs_are_mapped(scripted: Any) -> None:
     server, engine, _ = scripted
     engine.say("ab cé")
     engine.logprobs = lambda ids: [
-        TokenLogprob(i, b"", -0.5, 1, (TopLogprob(i, b"", -0.5), TopLogprob(97, b"", -1.0))) for i in ids
+        TokenLogprob(i, b"", -0.5, 1, (TopLogprob(i, b"", -0.5), TopLogprob(97, b"", -1.0)), 0.9) for i in ids
     ]
     try:
         client = client_of(server)

@@ -12,8 +12,8 @@ from compiled_mtp.ops.window import Cursors, History, accept_window, read_window
 from op_cases import BLOCK_SIZE, INT32, INT64, MAX_BLOCKS, SHAPES, SLOTS, WINDOW, LaunchCase, tensor
 
 
-def window(device: torch.device) -> None:
-    """Read the rows of one request and accept them."""
+def window(device: torch.device, is_forced: bool = False) -> None:
+    """Read the rows of one request and accept them; is_forced: with ids in the place of samples."""
     empty = functools.partial(tensor, device, dtype=INT64)
     index = empty(1, dtype=INT32)
     cursors = Cursors(empty(SLOTS), empty(SLOTS), empty(SLOTS))
@@ -24,8 +24,10 @@ def window(device: torch.device) -> None:
     counts = empty(SLOTS, SHAPES["27b"].vocab, dtype=INT32)
     history = History(empty(SLOTS, dtype=INT32), counts, empty(SLOTS, RECENT_IDS))
     rows = (empty(WINDOW), empty(WINDOW), outcome, index, empty(1), table)
-    accept_window(*rows, cursors, history, *sizes)
+    forced = empty(SLOTS, sizes[-1], dtype=INT32) if is_forced else None
+    accept_window(*rows, cursors, history, *sizes, forced_ids=forced)
 
 
 def launches(capability: int) -> Iterator[LaunchCase]:
     yield LaunchCase("round", window)
+    yield LaunchCase("forced", functools.partial(window, is_forced=True))

@@ -1,0 +1,406 @@
+"""Decodes parts of units of scaled codes (ops.blocks) in the registers of a tensor core's left operand.
+
+Two neighbouring columns share a register. Kinds that scale sums give the exact numbers q of their codes. The
+others give values, one float32 number s * q + o rounded once to bfloat16. A code in the last bits of
+float32's 2^23 is 2^23 + q, or 2^23 + 2^k q where it stays k bits higher: one subtraction gives q, and a power
+of two in the scale undoes the shift. FP4 is exact in bfloat16: exponent and mantissa of a code are those of a
+tiny number.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from compiled_mtp.ops.blocks import IQ4
+from compiled_mtp.ops.left_operand import spread
+
+# The bits of 2^23.
+MAGIC = "0x4B000000"
+
+
+@gluon.constexpr_function
+def _subtracted(less):
+    """The end of a program: 128 + less is subtracted from two bfloat16 numbers in `field`."""
+    minus = 0xC300 + less
+    return f"""
+        mov.b32 low, 0x3f803f80;
+        mov.b32 high, 0x{minus << 16 | minus:08X};
+        fma.rn.bf16x2 $0, field, low, high;
+        """
+
+
+@gluon.constexpr_function
+def _scaled(inputs):
+    """The end of a program: two codes `low` and `high` in 2^23, less 128, scaled and rounded.
+
+    inputs: registers before the scales of the two columns.
+    """
+    return f"""
+        sub.rn.f32 low, low, 0f4B000080;
+        sub.rn.f32 high, high, 0f4B000080;
+        mul.rn.f32 low, low, ${inputs + 1};
+        mul.rn.f32 high, high, ${inputs + 2};
+        cvt.rn.bf16x2.f32 $0, high, low;
+        """
+
+
+@gluon.constexpr_function
+def _affine(inputs):
+    """The end of a program: two codes `low` and `high` in 2^23, scaled, moved and rounded.
+
+    inputs: registers before the scales and the offsets of the two columns.
+    """
+    return f"""
+        sub.rn.f32 low, low, 0f4B000000;
+        sub.rn.f32 high, high, 0f4B000000;
+        fma.rn.f32 low, low, ${inputs + 1}, ${inputs + 3};
+        fma.rn.f32 high, high, ${inputs + 2}, ${inputs + 4};
+        cvt.rn.bf16x2.f32 $0, high, low;
+        """
+
+
+@gluon.constexpr_function
+def _program(body):
+    """Assembly with three registers of its own."""
+    return "{\n.reg .b32 field, low, high;\n" + body + "\n}"
+
+
+@gluon.constexpr_function
+def _affine_in_place(index):
+    """Codes of four bits that stay where they are in their word: 2^(4 index) times as large."""
+    mask = f"0x{15 << 4 * index:X}"
+    return _program(
+        f"""
+        shr.u32 field, $1, 16;
+        lop3.b32 low, $1, {mask}, {MAGIC}, 0xea;
+        lop3.b32 high, field, {mask}, {MAGIC}, 0xea;
+        """
+        + _affine(1)
+    )
+
+
+@gluon.constexpr_function
+def _low_and_high_bits(bits, part, base):
+    """Codes of five or six bits in `field`, in the last bits of `base`: the upper ones, `bits` of them, come
+    from a second word."""
+    index, half = part // 2, part % 2
+    high_at = bits * (index + 4 * half) - 4
+    mask = (1 << bits) - 1 << 4
+    move = f"shr.u32 high, $2, {high_at};" if high_at >= 0 else f"shl.b32 high, $2, {-high_at};"
+    return f"""
+        shr.u32 field, $1, {4 * index};
+        {move}
+        lop3.b32 field, field, 0x000f000f, 0x{base << 16 | base:08X}, 0xea;
+        lop3.b32 field, high, 0x{mask << 16 | mask:08X}, field, 0xea;
+        """
+
+
+@gluon.constexpr_function
+def _affine_from_two_words(part):
+    """Codes of five bits. `prmt` takes bytes by number: 0 to 3 of a register, 4 to 7 of the next."""
+    return _program(
+        _low_and_high_bits(1, part, 0)
+        + f"""
+        prmt.b32 low, field, {MAGIC}, 0x7410;
+        prmt.b32 high, field, {MAGIC}, 0x7432;
+        """
+        + _affine(2)
+    )
+
+
+@gluon.constexpr_function
+def _numbers(index):
+    """Codes of four bits, less 8: a code in the last bits of bfloat16's 128 is 128 + q."""
+    return _program(
+        f"""
+        shr.u32 field, $1, {4 * index};
+        lop3.b32 field, field, 0x000f000f, 0x43004300, 0xea;
+        """
+        + _subtracted(8)
+    )
+
+
+@gluon.constexpr_function
+def _numbers_from_two_words(part):
+    """Codes of six bits, less 32."""
+    return _program(_low_and_high_bits(2, part, 0x4300) + _subtracted(32))
+
+
+@gluon.constexpr_function
+def _bytes(index: int) -> str:
+    """Codes of eight bits, two in a word."""
+    first = index % 2
+    return _program(
+        f"""
+        prmt.b32 low, $1, {MAGIC}, 0x744{first};
+        prmt.b32 high, $1, {MAGIC}, 0x744{2 + first};
+        """
+        + _scaled(1)
+    )
+
+
+@gluon.constexpr_function
+def _looked_up(index: int) -> str:
+    """Byte `index` of two registers."""
+    return _program(
+        f"""
+        prmt.b32 low, $1, {MAGIC}, 0x744{index};
+        prmt.b32 high, $2, {MAGIC}, 0x744{index};
+        """
+        + _scaled(2)
+    )
+
+
+@gluon.constexpr_function
+def _fp4(index: int) -> str:
+    """Sign, exponent and mantissa moved to those of two bfloat16 numbers, which are multiplied by 2^126 and
+    by their scale."""
+    left, move = 12 - 4 * index, 6 - 4 * index
+    tiny = f"shl.b32 field, $1, {move};" if move >= 0 else f"shr.u32 field, $1, {-move};"
+    return _program(
+        f"""
+        shl.b32 high, $1, {left};
+        {tiny}
+        and.b32 high, high, 0x80008000;
+        lop3.b32 field, field, 0x01C001C0, high, 0xea;
+        mov.b32 low, 0x7e807e80;
+        mov.b32 high, 0x80008000;
+        fma.rn.bf16x2 field, field, low, high;
+        fma.rn.bf16x2 $0, field, $2, high;
+        """
+    )
+
+
+def _four_bytes(first: int) -> int:
+    """Four of IQ4's numbers, each more by 128."""
+    return sum((IQ4[first + index] + 128) << 8 * index for index in range(4))
+
+
+# The numbers of the four codes of a word, as bytes, for two words: codes below and above 8 are looked up in
+# tables of eight bytes, and the fourth bit of a code chooses. 0x80 or 0xFF, that bit's copies, are made by
+# the lookup that repeats a byte's highest bit.
+IQ4_BYTES = gl.constexpr(
+    "{\n.reg .b32 codes, low, high, choice, one, two;\n"
+    + "\n".join(
+        f"""
+        {"mov.b32 codes, $2;" if word == 0 else "shr.u32 codes, $2, 16;"}
+        mov.b32 one, 0x80808080;
+        prmt.b32 choice, one, one, codes;
+        and.b32 codes, codes, 0x7777;
+        mov.b32 one, 0x{_four_bytes(0):08X};
+        mov.b32 two, 0x{_four_bytes(4):08X};
+        prmt.b32 low, one, two, codes;
+        mov.b32 one, 0x{_four_bytes(8):08X};
+        mov.b32 two, 0x{_four_bytes(12):08X};
+        prmt.b32 high, one, two, codes;
+        lop3.b32 low, low, high, choice, 0xd8;
+        and.b32 codes, choice, 0x01010101;
+        shl.b32 codes, codes, 7;
+        lop3.b32 ${word}, low, 0x7f7f7f7f, codes, 0xea;
+        """
+        for word in range(2)
+    )
+    + "}"
+)
+
+
+@gluon.constexpr_function
+def program_of(kind, part):
+    """The instructions for two neighbouring columns of part `part`."""
+    if kind == "Q4_K":
+        return _affine_in_place(part)
+    if kind == "Q5_K":
+        return _affine_from_two_words(part)
+    if kind == "Q4_0":
+        return _numbers(part)
+    if kind == "Q6_K":
+        return _numbers_from_two_words(part)
+    if kind == "Q8_0":
+        return _bytes(part)
+    if kind == "IQ4_XS":
+        return _looked_up(part)
+    return _fp4(part if kind == "MXFP4" else part // 2)
+
+
+@gluon.constexpr_function
+def constraints_of(kind):
+    """The registers of `program_of`: the words of two columns, then their scales, if it applies them."""
+    words = 2 if kind in ("Q5_K", "Q6_K", "IQ4_XS") else 1
+    scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 0, "Q4_0": 0}.get(kind, 2)
+    number = "r" if kind in ("NVFP4", "MXFP4") else "f"
+    return ",".join(["=&r", *["r"] * words, *[number] * scales])
+
+
+@gluon.jit
+def load_codes(
+    words, above, row, UNIT: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr, left: gl.constexpr
+):
+    """The codes of unit UNIT of a chunk in registers: tiles [BN, WIDTH], and at last what codes have above
+    four bits.
+
+    words, above: in shared memory. row [BN]: the row in its block of 16.
+    """
+    if WIDTH == 32:
+        codes = (words.slice(UNIT * 32, 32, 1).load(left),)
+    else:
+        codes = (
+            words.slice(UNIT * 32, 16, 1).load(left),
+            words.slice(UNIT * 32 + 16, 16, 1).load(left),
+        )
+    if KIND == "Q8_0":
+        codes += (above.slice(UNIT * 32, 32, 1).load(left),)
+    elif KIND == "Q6_K":
+        codes += (above.slice(UNIT * 16, 16, 1).load(left),)
+    elif KIND == "Q5_K":
+        both = above.slice(UNIT * 16, 16, 1).load(left)
+        codes += (own_bytes(both, spread(row % 2 * 8, both)),)
+    elif KIND == "IQ4_XS":
+        codes = (numbers_of(codes[0]),)
+    return codes
+
+
+@gluon.jit
+def own_bytes(words, shift):
+    """The low or the high bytes of words, by their shift, in the low bytes; others in the high bytes."""
+    return gl.inline_asm_elementwise(
+        "shr.u32 $0, $1, $2;", "=r,r,r,r", [words, shift], dtype=gl.int16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def numbers_of(words):
+    """The numbers of a word's four codes of IQ4_XS, each more by 128, as the bytes of an int32."""
+    return gl.inline_asm_elementwise(IQ4_BYTES, "=&r,=&r,r", [words], dtype=gl.int32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def field_of(fields, INDEX: gl.constexpr):
+    """Number INDEX of a unit's scales, 0 to 65535, as int32."""
+    return (fields[INDEX // 2] >> (INDEX % 2 * 16)) & 0xFFFF
+
+
+@gluon.jit
+def as_float(bits):
+    """The float32 number that has these bits."""
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def as_half(bits):
+    """The float16 number that has the lower 16 bits."""
+    return bits.to(gl.int16).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def half_of(fields, INDEX: gl.constexpr):
+    """Number INDEX, a float16 number, as float32."""
+    return as_half(field_of(fields, INDEX)).to(gl.float32)
+
+
+@gluon.jit
+def whole(bits, LESS: gl.constexpr):
+    """bits - LESS as float32; bits below 2^23."""
+    return as_float(bits | 0x4B000000) - (8388608.0 + LESS)
+
+
+@gluon.jit
+def twelve_of(fields, SLICE: gl.constexpr):
+    """The scale and the minimum of a slice, six bits each."""
+    if SLICE < 3:
+        return field_of(fields, 2 + SLICE)
+    twelve = field_of(fields, 2) >> 12
+    twelve |= (field_of(fields, 3) >> 12) << 4
+    return twelve | ((field_of(fields, 4) >> 12) << 8)
+
+
+@gluon.jit
+def offset_of(fields, SLICE: gl.constexpr):
+    """o [BN] of a slice's columns, in float32."""
+    return 0.0 - half_of(fields, 1) * whole((twelve_of(fields, SLICE) >> 6) & 63, 0.0)
+
+
+@gluon.jit
+def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
+    """s [BN] of a slice's columns, or of one half of them, in float32."""
+    if KIND == "Q4_K" or KIND == "Q5_K":
+        return half_of(fields, 0) * whole(twelve_of(fields, SLICE) & 63, 0.0)
+    elif KIND == "Q6_K":
+        byte = (field_of(fields, 1 + SLICE) >> (8 * HALF)) & 0xFF
+        return half_of(fields, 0) * whole(byte ^ 128, 128.0)
+    elif KIND == "IQ4_XS":
+        six = (field_of(fields, 1 + SLICE // 2) >> (6 * (SLICE % 2))) & 63
+        return half_of(fields, 0) * whole(six, 32.0)
+    else:
+        return half_of(fields, SLICE)
+
+
+@gluon.constexpr_function
+def fp4_scale_program(kind, byte):
+    """The scale in byte `byte` of a word, as bfloat16, in both halves of a register."""
+    if kind == "MXFP4":
+        return (
+            f"{{\n.reg .b32 zero;\nmov.b32 zero, 0;\nprmt.b32 $0, $1, zero, 0x{byte}4{byte}4;\n"
+            "shr.u32 $0, $0, 1;\n}"
+        )
+    return f"""
+        {{
+        .reg .b32 zero, both, sign;
+        mov.b32 zero, 0;
+        prmt.b32 both, $1, zero, 0x{byte}4{byte}4;
+        and.b32 sign, both, 0x80008000;
+        shr.u32 both, both, 4;
+        lop3.b32 both, both, 0x07F007F0, sign, 0xea;
+        mov.b32 sign, 0x7b807b80;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 $0, both, sign, zero;
+        }}
+        """
+
+
+@gluon.jit
+def fp4_scale(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
+    """The scale [BN] of a slice's columns, or of one half of them, as two bfloat16 numbers in an int32."""
+    if KIND == "NVFP4":
+        word = fields[SLICE // 2]
+        byte: gl.constexpr = SLICE % 2 * 2 + HALF
+    else:
+        word = fields[0]
+        byte: gl.constexpr = SLICE
+    return gl.inline_asm_elementwise(
+        fp4_scale_program(KIND, byte), "=&r,r", [word], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def decode_part(codes, fields, PART: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr):
+    """Part PART of a unit, WIDTH neighbouring columns, as bfloat16 [BN, WIDTH]: values, or the numbers of
+    codes where the kind scales sums.
+
+    codes: as `load_codes` returns them. fields: the words of the unit's scales, each [BN] int32.
+    """
+    SLICE: gl.constexpr = PART * WIDTH // 32
+    HALF: gl.constexpr = PART * WIDTH % 32 // 16
+    if KIND == "Q8_0":
+        words = codes[SLICE // 2]
+    else:
+        words = codes[HALF]
+    if KIND == "Q4_0":
+        inputs = (words,)
+    elif KIND == "Q6_K":
+        inputs = (words, codes[2])
+    elif KIND == "NVFP4" or KIND == "MXFP4":
+        inputs = (words, spread(fp4_scale(fields, SLICE, HALF, KIND), words))
+    else:
+        s = scale_of(fields, SLICE, HALF, KIND)
+        if KIND == "Q4_K":
+            # The codes stay at their bits of the word.
+            s = s * (1.0 / (1 << (4 * SLICE)))
+            inputs = (words, spread(s, words), spread(offset_of(fields, SLICE), words))
+        elif KIND == "Q5_K":
+            inputs = (words, codes[2], spread(s, words), spread(offset_of(fields, SLICE), words))
+        else:
+            inputs = (words, spread(s, words))
+    return gl.inline_asm_elementwise(
+        program_of(KIND, PART), constraints_of(KIND), inputs, dtype=gl.bfloat16, is_pure=True, pack=2
+    )

@@ -1,0 +1,229 @@
+"""Scores of given tokens are, to the bit, the log probabilities of a request that draws these tokens."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.sampling.logprobs import TokenLogprob
+from tests.engine.test_request_features import GRAMMARS, MIXES, prompt_of, write_small_checkpoint
+from tests.engines import make_engine
+from tests.sampling.grammars import EOS, TOKENIZER
+
+# Depth, largest batch, launches in flight.
+ENGINES: tuple[tuple[int | str, int, int], ...] = ((0, 1, 0), (3, 8, 0), (7, 8, 1), ("auto", 8, 1), (7, 1, 0))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("score"))
+
+
+@cache
+def engine_of(directory: Path, mtp_step: int | str, max_batch: int, max_in_flight: int) -> Engine:
+    return make_engine(
+        directory, mtp_step=mtp_step, max_batch=max_batch, max_in_flight=max_in_flight, scoring=True
+    )
+
+
+def params_of(mix: dict[str, Any]) -> SamplingParams:
+    """Return the parameters of a mix, with both kinds of log probabilities."""
+    grammar = {} if mix["grammar"] is None else GRAMMARS[mix["grammar"]]
+    fields = {name: value for name, value in mix.items() if name not in ("grammar", "include_drafts")}
+    return SamplingParams(**(fields | grammar | {"logprobs": 4, "logprobs_mode": "both"}))
+
+
+def entries(outputs: list[RequestOutput]) -> list[list[TokenLogprob]]:
+    """Return each output's log probabilities; every token has an entry of both kinds."""
+    found = []
+    for output in outputs:
+        assert output.logprobs is not None
+        assert [entry.token_id for entry in output.logprobs] == output.new_token_ids
+        for entry in output.logprobs:
+            assert entry.processed is not None
+            assert entry.processed.token_id == entry.token_id
+        found.append(output.logprobs)
+    return found
+
+
+def check_scores(directory: Path, mixes: list[dict[str, Any]], engines: Any = ENGINES) -> None:
+    """Decode every mix alone without drafts; compare the scores of its tokens in every engine."""
+    plain = engine_of(directory, 0, 1, 0)
+    prompts = [prompt_of(f"f{index}") for index in range(len(mixes))]
+    params = [params_of(mix) for mix in mixes]
+    decoded = [plain.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    # A request whose first row has no legal token draws none.
+    assert all(output.error_kind != "engine" for output in decoded)
+    kept = [index for index, output in enumerate(decoded) if output.new_token_ids]
+    prompts, params, decoded = ([every[i] for i in kept] for every in (prompts, params, decoded))
+    if not kept:
+        return
+    expected = entries(decoded)
+    for key in engines:
+        scored = engine_of(directory, *key).score(prompts, [one.new_token_ids for one in decoded], params)
+        assert [output.new_token_ids for output in scored] == [output.new_token_ids for output in decoded]
+        assert entries(scored) == expected, key
+        engine_of(directory, *key).scheduler.check_integrity()
+
+
+@given(mixes=st.lists(MIXES, min_size=2, max_size=6))
+@settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.generate,),
+    suppress_health_check=list(HealthCheck),
+)
+def test_scores_of_random_mixes_are_those_of_decoding(checkpoint: Path, mixes: list[dict[str, Any]]) -> None:
+    check_scores(checkpoint, mixes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@given(mixes=st.lists(MIXES, min_size=10, max_size=10))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_scores_of_500_random_mixes_are_those_of_decoding(
+    checkpoint: Path, mixes: list[dict[str, Any]]
+) -> None:
+    check_scores(checkpoint, mixes)
+
+
+def foreign(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts, and continuations that no model would draw, with eos ids inside."""
+    rng = random.Random(7)
+    prompts = [[rng.randrange(5, 4000) for _ in range(rng.randint(1, 150))] for _ in range(count)]
+    continuations = [[rng.randrange(5, 4000) for _ in range(rng.randint(1, 30))] for _ in range(count)]
+    for continuation in continuations[::3]:
+        continuation[len(continuation) // 2] = EOS[0]
+    return prompts, continuations
+
+
+def test_scores_of_any_tokens_do_not_depend_on_depth_batch_or_cache(checkpoint: Path) -> None:
+    prompts, continuations = foreign(10)
+    shared = [(3 * i) % 4000 for i in range(70)]
+    prompts = [shared + prompt[:60] for prompt in prompts]
+    params = SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.5, stop=["e"], min_tokens=2)
+    expected = None
+    for key in ENGINES:
+        engine = engine_of(checkpoint, *key)
+        scored = engine.score(prompts, continuations, params)
+        assert [output.new_token_ids for output in scored] == continuations
+        assert {output.finish_reason for output in scored} == {"length"}
+        expected = expected or entries(scored)
+        assert entries(scored) == expected, key
+        assert not any(output.metrics.cached_tokens for output in scored[:1])
+        # Prompts resume after the cached prefix that they share.
+        assert engine.stats().prefix_hits > 0
+
+
+def test_a_forced_text_has_the_scores_of_its_grammar(checkpoint: Path) -> None:
+    """Raw log probabilities of a text that a grammar forces equal the scores of its tokens without one."""
+    text = "north by northwest, or so"
+    engine = engine_of(checkpoint, 3, 8, 0)
+    params = SamplingParams(guided_choice=[text], logprobs=3, max_tokens=60, temperature=0.0)
+    (drawn,) = engine.generate(["def f():"], params)
+    assert drawn.new_text == text
+    (scored,) = engine.score(["def f():"], [drawn.new_token_ids], SamplingParams(logprobs=3))
+    assert drawn.logprobs is not None
+    assert scored.logprobs is not None
+    for one, other in zip(drawn.logprobs, scored.logprobs, strict=True):
+        assert (one.logprob, one.rank, one.top, one.entropy) == (
+            other.logprob,
+            other.rank,
+            other.top,
+            other.entropy,
+        )
+    (of_text,) = engine.score("def f():", text)
+    assert of_text.new_token_ids == TOKENIZER.encode(text)
+    assert of_text.new_text == text
+
+
+@pytest.mark.parametrize(("offload_gb", "how"), [(0, "recomputes"), (0.1, "offloads")])
+def test_preempted_requests_keep_their_scores(checkpoint: Path, offload_gb: float, how: str) -> None:
+    prompts, continuations = foreign(6)
+    prompts = [(prompt * 30)[:30] for prompt in prompts]
+    continuations = [(continuation * 100)[:100] for continuation in continuations]
+    expected = entries(engine_of(checkpoint, 3, 8, 0).score(prompts, continuations))
+    engine = make_engine(checkpoint, num_blocks=26, offload_gb=offload_gb, scoring=True)
+    assert entries(engine.score(prompts, continuations)) == expected
+    assert getattr(engine.stats(), how) > 0
+    assert engine.scheduler.pool.num_used == 0
+
+
+def test_scored_requests_do_not_disturb_others(checkpoint: Path) -> None:
+    prompts, continuations = foreign(6)
+    engine = engine_of(checkpoint, 3, 8, 0)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+    (alone,) = engine.generate([[7, 8, 9]], params)
+    expected = entries(engine.score(prompts, continuations))
+    engine.add_request(prompt_token_ids=[7, 8, 9], params=params, request_id="beside")
+    assert entries(engine.score(prompts, continuations)) == expected
+    tokens = []
+    while engine.has_unfinished_requests():
+        tokens += [token for output in engine.step() for token in output.new_token_ids]
+    assert tokens == alone.new_token_ids
+    # Their slots hold no given ids any more.
+    assert engine.generate([[7, 8, 9]] * 8, params)[7].new_token_ids == alone.new_token_ids
+
+
+def test_rounds_of_given_tokens_verify_as_many_as_they_can(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 7, 1, 0)
+    (scored,) = engine.score([[5, 6, 7]], [list(range(20, 45))])
+    # The first of 25 tokens comes from prefill; 24 follow in rounds of eight.
+    assert scored.metrics.rounds == 3
+
+
+def test_many_scores_report_progress(checkpoint: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    engine = make_engine(
+        checkpoint,
+        lambda what, done, total: seen.append((done, total)) if what == "requests" else None,
+        mtp_step=7,
+        scoring=True,
+    )
+    scored = engine.score([[5, 6, index % 90] for index in range(200)], [[9, 10]] * 200)
+    assert len(scored) == 200
+    assert seen[-1] == (200, 200)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_token_that_a_grammar_forbids_ends_its_score(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 3, 8, 0)
+    good, bad = TOKENIZER.encode("no"), TOKENIZER.encode("x")
+    params = SamplingParams(guided_regex="(no)+")
+    (scored,) = engine.score([[5, 6]], [good * 3 + bad], params)
+    assert scored.finish_reason == "error"
+    assert scored.new_token_ids == good * 3
+    assert scored.error is not None
+    assert "grammar" in scored.error
+
+
+def test_mistakes_are_named(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, 3, 8, 0)
+    plain = make_engine(checkpoint)
+    for call, text in (
+        (lambda: plain.score([[1]], [[2]]), "scoring must be set to score tokens, got False; make Engine"),
+        (lambda: engine.score([[1]], []), "continuations must be as many as prompts, got 0 for 1"),
+        (lambda: engine.score([[1]], [[]]), r"prompts\[0\]: continuation must have at least one token"),
+        (lambda: engine.score([[1]], [[-1]]), r"prompts\[0\]: continuation must lie in 0..4159, got -1"),
+        (lambda: engine.score([[1]], 5), "continuations must be a list, got 5"),
+        (
+            lambda: engine.score([[1]] * 2, [[2], [2] * 512]),
+            r"prompts\[1\]: prompt and continuation must have at most 512 tokens, got 1 and 512",
+        ),
+        (
+            lambda: engine.score([[1]], [[2]], SamplingParams(n=2)),
+            r"prompts\[0\]: n must be 1 with a continuation, got 2",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+        assert not engine.has_unfinished_requests()
