@@ -165,7 +165,7 @@ class Step(nn.Module):
 
         Mutates the target's KV and the recurrent states; the GDN layers fold their state up to `pos`.
         """
-        rows = self._decode_rows(state_index, window)
+        rows = _decode_rows(state_index, window, self.rotary_positions(window.positions, state_index))
         hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         return hidden, self.target.logits(hidden)
 
@@ -231,7 +231,8 @@ class Step(nn.Module):
         if shape.verify == shape.chain == 0:
             return self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
         rotary = self.rotary_positions(accepted.positions, state_index)
-        rows = self._decode_rows(state_index, window).moved(rotary, accepted.positions, accepted.kv_slots)
+        rows = _decode_rows(state_index, window, rotary)
+        rows = rows.moved(rotary, accepted.positions, accepted.kv_slots)
         drafted = self.draft_forward(tokens, hidden, rows, kept_rows=accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
         if shape.chain > chain[0].shape[0]:
@@ -372,13 +373,14 @@ class Step(nn.Module):
     def _cursors(self) -> Cursors:
         return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
 
-    def _decode_rows(self, state_index: torch.Tensor, window: Window) -> DecodeRows:
-        return DecodeRows(
-            rotary_positions=self.rotary_positions(window.positions, state_index),
-            causal_positions=window.positions,
-            slot_mapping=window.kv_slots,
-            block_table=window.block_table,
-            state_index=state_index,
-            start=window.pos,
-            base=window.base,
-        )
+
+def _decode_rows(state_index: torch.Tensor, window: Window, rotary_positions: torch.Tensor) -> DecodeRows:
+    return DecodeRows(
+        rotary_positions=rotary_positions,
+        causal_positions=window.positions,
+        slot_mapping=window.kv_slots,
+        block_table=window.block_table,
+        state_index=state_index,
+        start=window.pos,
+        base=window.base,
+    )

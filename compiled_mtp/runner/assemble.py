@@ -39,7 +39,7 @@ from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.step import Step
 from compiled_mtp.vision.encoder import Encoder
-from compiled_mtp.vision.tower import random_tower
+from compiled_mtp.vision.tower import random_tower, weight_bytes
 from compiled_mtp.vision.weights import load_tower
 
 logger = logging.getLogger(__name__)
@@ -185,13 +185,16 @@ def _load(
     spec: EngineSpec, progress: Progress | None, fill: Fill | None
 ) -> tuple[TargetModel, DraftModel | None]:
     if fill is None:
+        vision = spec.model.vision
+        tower = 0 if vision is None else weight_bytes(vision, spec.dtype)
         check_weights(
             spec.model,
             spec.config.model,
             spec.weight_formats,
             spec.dtype,
             with_mtp=spec.mtp_step > 0,
-            free_bytes=_free_bytes(spec),
+            # The vision tower is loaded after the model.
+            free_bytes=_free_bytes(spec) - tower,
             rank=spec.rank,
             world=spec.world,
             prompt_rows=spec.prompt_rows,

@@ -133,6 +133,12 @@ def random_tower(config: VisionConfig, dtype: torch.dtype, device: torch.device)
     return tower
 
 
+def weight_bytes(config: VisionConfig, dtype: torch.dtype) -> int:
+    """Bytes of a tower's parameters."""
+    tower = empty_tower(config, dtype, torch.device("meta"))
+    return sum(parameter.nbytes for parameter in tower.parameters())
+
+
 def tower_bytes(config: VisionConfig, itemsize: int) -> int:
     """The most bytes that one image takes while the tower runs, features included.
 
