@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from compiled_mtp.engine import Engine
+from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from compiled_mtp.plan import EncodeSlice, ImageSpan
 from compiled_mtp.vision.encoder import Encoder
+from compiled_mtp.vision.tower import random_tower, tower_bytes
 from tests.engines import make_engine, run_to_end
 from tests.ops.harness import check_launch, poisoned_allocations
 from tests.ops.test_qk_norm_rope_kv_write import make, with_axes
@@ -105,6 +107,39 @@ def test_features_are_the_same_bits_again(directories: dict[str, Path], dtype: s
                     other = other @ other / 64
             assert torch.equal(encode(encoder, sizes, slice_layers), first)
         torch.cuda.synchronize()
+
+
+def test_the_tower_takes_no_more_than_the_plan_says() -> None:
+    """The largest image through a tower of 27B's width."""
+    config = VisionConfig(
+        depth=2,
+        hidden_size=1152,
+        num_heads=16,
+        intermediate_size=4304,
+        out_hidden_size=5120,
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        side=48,
+        image_token_id=0,
+        video_token_id=1,
+        mrope_section=(11, 11, 10),
+        least_pixels=65536,
+        most_pixels=1280 * 1024,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+    )
+    encoder = Encoder(random_tower(config, torch.bfloat16, torch.device("cuda")))
+    encode(encoder, (2, 2), 2)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    features = encode(encoder, (32, 40), 1)
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert features.isfinite().all()
+    assert taken <= tower_bytes(config, 2)
+    assert taken > tower_bytes(config, 2) // 4
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

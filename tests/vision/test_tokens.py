@@ -11,6 +11,7 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.runner.memory import vision_bytes
 from compiled_mtp.vision.positions import rotary_positions
 from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
@@ -74,7 +75,9 @@ def test_mixed_traffic_of_experts(moe: Path) -> None:
 @pytest.mark.parametrize("offload_gb", [0, None])
 def test_preempted_requests(dense: Path, offload_gb: float | None) -> None:
     """Requests are recomputed, or offloaded to a host tier whose copies end late."""
-    engine = engine_with_images(dense, num_blocks=19, max_batch=6, offload_gb=offload_gb)
+    # With a cache hardly an image would be encoded again.
+    options: dict[str, Any] = {"num_blocks": 19, "max_batch": 6, "prefix_cache": offload_gb is None}
+    engine = engine_with_images(dense, offload_gb=offload_gb, **options)
     engine.scheduler._planner._admission.tokens_ahead = -40
     if offload_gb is None:
         device = torch.device("cpu")
@@ -82,6 +85,60 @@ def test_preempted_requests(dense: Path, offload_gb: float | None) -> None:
     assert decode_mixed(engine, 3) == plain_streams(dense)
     stats = engine.stats()
     assert (stats.recomputes if offload_gb == 0 else stats.offloads) > 2
+    if offload_gb == 0:
+        assert stats.images > 2 * sum(map(len, SIZES))
+
+
+def test_log_probabilities_are_the_same_bits_beside_others(dense: Path) -> None:
+    """A request with an image and one without, each alone and both together, and their prompts' as well."""
+    pad, found = pad_of(dense), list[dict[str, Any]]()
+    params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    prompts = {"image": make_prompt(SIZES[1], 1, pad), "text": make_prompt((), 3, pad)}
+    for together in (["image"], ["text"], ["text", "image"]):
+        engine = engine_with_images(dense, mtp_step=3 if len(together) == 2 else 0)
+        outputs: dict[str, list[Any]] = {name: [] for name in together}
+        for name in together:
+            add(engine, name, prompts[name], params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                outputs[output.request_id].append((output.logprobs, output.prompt_logprobs))
+        found.append({})
+        for name, parts in outputs.items():
+            entries = [entry for logprobs, _ in parts for entry in logprobs or ()]
+            of_prompt = [one for _, one in parts if one is not None]
+            assert (len(entries), len(of_prompt)) == (8, 1)
+            found[-1][name] = (entries, of_prompt)
+    assert found[0] | found[1] == found[2]
+
+
+def test_rounds_go_on_between_the_slices_of_the_tower(dense: Path) -> None:
+    engine = engine_with_images(dense)
+    object.__setattr__(engine.scheduler.limits.tower, "most", 1)
+    add(engine, "text", make_prompt((), 1, pad_of(dense)), GREEDY)
+    for _ in range(3):
+        engine.step()
+    kinds, run = list[str](), engine.runner.run
+
+    def spy(plan: Any) -> Any:
+        kinds.append(plan.kind)
+        return run(plan)
+
+    engine.runner.run = spy  # type: ignore[method-assign]
+    prompt = make_prompt(((64, 64), (96, 64)), 2, pad_of(dense), most_text=5)
+    add(engine, "image", prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    run_to_end(engine)
+    # Two images in slices of one of two layers, then the whole prompt.
+    assert kinds[:10] == ["encode", "decode"] * 4 + ["prefill", "decode"]
+
+
+def test_the_plan_counts_what_images_take(dense: Path) -> None:
+    with_images = engine_with_images(dense, max_pixels=65536).runner
+    plain = make_engine(dense).runner
+    more = with_images.memory.other_bytes - plain.memory.other_bytes
+    assert more == vision_bytes(with_images.spec) > 0
+    inputs = with_images.programs.images
+    assert inputs is not None
+    assert sum(tensor.nbytes for tensor in inputs.of(64)) < more
 
 
 def test_ranks(dense: Path) -> None:
