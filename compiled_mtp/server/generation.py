@@ -64,6 +64,7 @@ class Service:
     config: ServerConfig
     names: tuple[str, ...]
     max_model_len: int
+    max_images: int
     call_form: CallForm | None
     reasoning: ReasoningTokens | None
     metrics: Metrics

@@ -107,6 +107,7 @@ class OpenAIHandlers:
                 "owned_by": "compiled-mtp",
                 "root": service.names[0],
                 "max_model_len": service.max_model_len,
+                "max_images": service.max_images,
             }
             for name in service.names
         ]

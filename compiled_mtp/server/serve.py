@@ -106,6 +106,7 @@ def assemble_service(
         config=config,
         names=config.served_model_name or (model.resolve().name,),
         max_model_len=max_model_len,
+        max_images=images[1],
         call_form=find_call_form(tokenizer),
         reasoning=find_reasoning(tokenizer),
         metrics=metrics,

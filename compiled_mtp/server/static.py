@@ -24,6 +24,7 @@ FILES = (
     "answer.js",
     "api.js",
     "card.js",
+    "images.js",
     "panel.js",
     "rounds.js",
     "settings.js",

@@ -3,6 +3,7 @@
 import { listModels, ServiceError, setKey, stream } from "./api.js";
 import { Answer } from "./answer.js";
 import { hideCard, isCardOpen, showCard } from "./card.js";
+import { ImageTray } from "./images.js";
 import { Panel } from "./panel.js";
 import { blame, forgive, samplingFields, systemPrompt } from "./settings.js";
 
@@ -34,6 +35,7 @@ let turns = [];
 let answers = [];
 let running = null;
 let isModeSettled = false;
+const tray = new ImageTray(byId("images"), (error) => showError(error));
 const panel = new Panel((answer, number) => show(answer, number === null ? null : answer.rounds.list[number], null));
 
 function mode() {
@@ -98,7 +100,7 @@ function requestOf(text) {
   };
   if (mode() === "text") return ["/v1/completions", { ...shared, prompt: text }];
   const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-  return ["/v1/chat/completions", { ...shared, messages: [...system, ...turns, { role: "user", content: text }] }];
+  return ["/v1/chat/completions", { ...shared, messages: [...system, ...turns, { role: "user", content: tray.content(text) }] }];
 }
 
 function begin(text) {
@@ -109,7 +111,7 @@ function begin(text) {
     const said = document.createElement("p");
     said.className = "said";
     said.textContent = text;
-    answer.turn.prepend(said);
+    answer.turn.prepend(...tray.thumbnails(), said);
   }
   answer.turn.addEventListener("click", () => select(answer));
   answer.turn.addEventListener("focusin", () => panel.answer !== answer && select(answer));
@@ -168,7 +170,10 @@ async function follow(text, [path, body], signal) {
   // A chat template may refuse an answer that is empty, or two prompts in a row.
   const isGood = !answer.error && answer.content !== "";
   if (!isGood) putBack(text);
-  else if (isChat) turns.push({ role: "user", content: text }, { role: "assistant", content: answer.content });
+  else if (isChat) {
+    turns.push(body.messages.at(-1), { role: "assistant", content: answer.content });
+    tray.clear();
+  }
   answer.isLeftOut = isChat && !isGood;
   keepEnd(() => answer.end());
   panel.draw();
@@ -197,6 +202,7 @@ function fail(answer, error) {
 function begins() {
   turns = [];
   answers = [];
+  tray.clear();
   for (const turn of transcript.querySelectorAll(".turn")) turn.remove();
   byId("welcome").hidden = false;
   hideCard();
@@ -239,6 +245,7 @@ async function start(signal) {
   const chosen = byId("model").value;
   byId("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
   if (models.some((model) => model.id === chosen)) byId("model").value = chosen;
+  tray.allow(models[0].max_images ?? 0);
   byId("key-form").hidden = true;
   showError(null);
   if (models[0].root === SHIPPED && !isModeSettled) document.querySelector("input[value=text]").checked = true;
@@ -288,6 +295,7 @@ byId("key-form").addEventListener("submit", (event) => {
   start();
 });
 transcript.addEventListener("scroll", hideCard);
+tray.listen(document.querySelector("main"));
 
 document.body.classList.add("coloured");
 showMode();
