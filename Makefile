@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
+AGENTS := @openai/codex@0.169.0 @anthropic-ai/claude-code@2.1.197
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test check lint gpu kernels soak replicas lm-eval wheel sdist browser screenshot clean
+.PHONY: run test check lint gpu kernels soak replicas clients lm-eval wheel sdist browser screenshot clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +27,7 @@ run: $(VENV)/.installed  ## decode the example prompts with the checkpoint that 
 	$(BIN)/python -m compiled_mtp.run --prompt-file examples/prompts.jsonl --mtp-step 3 --compare
 
 test: $(VENV)/.installed-test  ## the suite that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser and not replicas and not lm_eval"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu and not kernels and not soak and not browser and not replicas and not clients and not lm_eval"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -50,6 +51,14 @@ $(VENV)/.installed-ray: $(VENV)/.installed-test
 
 replicas: $(VENV)/.installed-ray  ## two replicas on Ray Serve under load, one killed, one added and taken away
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m replicas
+
+$(VENV)/.installed-clients: $(VENV)/.installed-test
+	$(INSTALL) --editable ".[test,clients]"
+	if command -v npm; then npm install --silent --no-fund --no-audit --prefix $(VENV)/npm $(AGENTS); fi
+	touch $@
+
+clients: $(VENV)/.installed-clients  ## LangChain, LiteLLM, openai-agents and, with npm, two agents for the terminal
+	PATH=$(CURDIR)/$(VENV)/npm/node_modules/.bin:$$PATH OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/clients
 
 $(VENV)/.installed-lm-eval: $(VENV)/.installed-test
 	$(INSTALL) --editable ".[test,lm-eval]"

@@ -34,6 +34,8 @@ ENV_PREFIX = "COMPILED_MTP_"
 # Variables with this prefix belong to the service; EngineConfig does not refuse them as unknown.
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
+# max_batch: its limit, its default, and the largest default on a GPU.
+MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 64, 8, 32
 # The remedy for a checkpoint without an MTP head.
 HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of
@@ -85,6 +87,12 @@ def _device(value: str) -> str:
     is_one = re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None
     check(is_one, "device", "be auto, cpu, cuda or cuda:N", value, "choose one; cuda:0 is the first GPU")
     return value
+
+
+def is_in_environment(prefix: str, name: str) -> bool:
+    """Return whether the variable of the setting `name` is set; an empty one counts as not set."""
+    wanted = f"{prefix}{name}".lower()
+    return any(value and key.lower() == wanted for key, value in os.environ.items())
 
 
 _COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
@@ -154,6 +162,17 @@ class EngineConfig(BaseSettings):
         "default: the checkpoint that ships",
         json_schema_extra=NOT_TRACED,
     )
+    lora: Path | None = Field(
+        default=None,
+        description="a directory with a LoRA adapter, as PEFT saves it, which is merged into the model's "
+        "weights while they are loaded",
+        json_schema_extra=NOT_TRACED,
+    )
+    chat_template: Path | None = Field(
+        default=None,
+        description="a Jinja file that replaces the checkpoint's chat template",
+        json_schema_extra=NOT_TRACED,
+    )
     offline: bool = Field(
         default=False,
         description="True to never download: a repository must be in the local Hugging Face cache",
@@ -189,7 +208,14 @@ class EngineConfig(BaseSettings):
         "commas; the largest one sets the size of buffers",
         json_schema_extra=NOT_TRACED,
     )
-    max_batch: int = Field(default=8, ge=1, le=64, description="the most requests decoded together, 1 to 64")
+    max_batch: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_BATCH,
+        description=f"the most requests decoded together, 1 to {MOST_BATCH}; default: {DEFAULT_BATCH}, on a "
+        f"GPU up to {DEFAULT_GPU_BATCH} if its memory holds 4,096 tokens of each",
+        json_schema_extra=NOT_TRACED,
+    )
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
         description="batch sizes with a compiled shape of their own, separated by commas; default: doubling "
@@ -390,7 +416,7 @@ class EngineConfig(BaseSettings):
         # Path drops the "./" that marks a directory rather than a repository of the Hub.
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
-    @field_validator("model", "graph_cache", "draft_vocab")
+    @field_validator("model", "lora", "chat_template", "graph_cache", "draft_vocab")
     @classmethod
     def _expand_home(cls, value: Path | int | None, info: ValidationInfo) -> Path | int | None:
         try:
@@ -417,10 +443,11 @@ class EngineConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _batches_fit(self) -> EngineConfig:
-        if any(not 1 <= batch <= self.max_batch for batch in self.batch_sizes or ()):
+        most = self.max_batch or MOST_BATCH
+        if any(not 1 <= batch <= most for batch in self.batch_sizes or ()):
             raise fail(
                 "batch_sizes",
-                f"lie in 1..{self.max_batch} (max_batch)",
+                f"lie in 1..{most} (max_batch)",
                 list(self.batch_sizes or ()),
                 "raise max_batch or drop the others",
             )

@@ -35,6 +35,7 @@ from compiled_mtp.runner.masks import Masks
 from compiled_mtp.runner.memory import limits_of
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
+from compiled_mtp.runner.weight_control import WeightControl, not_alone
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.inbox import Inbox, id_in_use
 from compiled_mtp.scheduler.turn import Turn
@@ -112,7 +113,7 @@ class EngineStats:
         return self.recomputes
 
 
-class Engine:
+class Engine(WeightControl):
     """Decodes requests of one checkpoint, together, a step at a time.
 
     One thread at a time steps, generates or closes; any thread may call `add_request`, `abort`,
@@ -164,7 +165,7 @@ class Engine:
         self.scheduler = Scheduler(limits_of(spec, self.runner.memory), depth=depth)
         self._masks = Masks(
             vocab_size,
-            self.config.max_batch * (spec.mtp_step + 1),
+            self.runner.memory.max_batch * (spec.mtp_step + 1),
             spec.max_in_flight + 1,
             self.config.mask_threads,
             is_pinned=spec.device.type == "cuda",
@@ -230,6 +231,7 @@ class Engine:
         continuation: Continuation | None = None,
     ) -> list[Request]:
         """Return the choices of a request that fits the limits; `given`: its prompt in one of three forms."""
+        self._check_weights()
         choices = self.frontend.make_request(
             request_id, params, priority=priority, continuation=continuation, **given
         )
@@ -246,7 +248,7 @@ class Engine:
         returns their last outputs. Raises ValueError while another thread steps.
         """
         if not self._turn.take():
-            raise _not_alone()
+            raise not_alone()
         before = None
         try:
             self._tidy()
@@ -266,14 +268,9 @@ class Engine:
         """Do what `step` does; the outputs stay in the scheduler until they are taken."""
         self._check_open()
         self._inbox.hand_over()
-        self._interruption = "the step was interrupted"
-        try:
-            plan = self._run_next()
-            self._interruption = None
-        except BaseException as error:
-            self._interruption = f"the step was interrupted by {error!r}"
-            self._recover()
-            raise
+        if self._unavailable is not None:
+            self.scheduler.end_begun((), self._unavailable)
+        plan = self._step_once()
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
         for prompt_chunk in plan.prompt_chunks:
@@ -281,6 +278,18 @@ class Engine:
                 self._progress(
                     "prefill", prompt_chunk.start + len(prompt_chunk.token_ids), prompt_chunk.prompt_len
                 )
+
+    def _step_once(self) -> StepPlan | None:
+        """Plan, run and read one launch; recover from an exception."""
+        self._interruption = "the step was interrupted"
+        try:
+            plan = self._run_next()
+            self._interruption = None
+            return plan
+        except BaseException as error:
+            self._interruption = f"the step was interrupted by {error!r}"
+            self._recover()
+            raise
 
     def _run_next(self) -> StepPlan | None:
         """Pass on the aborts, plan, launch and read; return the plan."""
@@ -400,7 +409,7 @@ class Engine:
     def _next_outputs(self, request_id: str) -> list[RequestOutput]:
         """Return the new outputs of a request with a stream, after a step if there are none yet."""
         if not self._turn.take():
-            raise _not_alone()
+            raise not_alone()
         try:
             self._tidy()
             outputs = self._take_outputs((request_id,))
@@ -457,7 +466,7 @@ class Engine:
         # The outputs of each choice, by request id.
         outputs: dict[str, list[list[RequestOutput]]] = {}
         if not self._turn.take():
-            raise _not_alone()
+            raise not_alone()
         try:
             self._tidy()
             # If an interrupt stops the cleanup below, the next call forgets these requests.
@@ -557,7 +566,7 @@ class Engine:
         Raises ValueError while another thread steps.
         """
         if not self._turn.take():
-            raise _not_alone()
+            raise not_alone()
         try:
             self._is_closed = True
             self._inbox.forget()
@@ -618,10 +627,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _not_alone() -> ValueError:
-    return ValueError(
-        "engine must be stepped, asked to generate and closed by one thread at a time, got a second one; let "
-        "one thread step, any other may call add_request and abort"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from compiled_mtp.errors import check
@@ -79,6 +79,29 @@ def _sections(vision: VisionConfig | None) -> tuple[int, int, int] | None:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are changed for longer texts; models/rotary.py computes them.
+
+    kind: 'linear' divides every frequency by `factor`. 'yarn' divides those that turn at most `beta_slow`
+    times within `original_length` tokens, keeps those that turn more than `beta_fast` times, and blends
+    between. truncate: the blend begins and ends at whole indices. attention_factor: multiplies cosines and
+    sines.
+    """
+
+    kind: Literal["linear", "yarn"]
+    factor: float
+    original_length: int
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+def _as_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    return None if scaling is None else asdict(scaling)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a checkpoint: the text path of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model, and its
     MTP head.
@@ -88,6 +111,7 @@ class ModelConfig:
     number of ranks that hold the model together; above 1 the sizes are those of one rank, see `shard`.
     four_bit_group: columns per scale of four-bit weights that no checkpoint fills; 0 for weights of another
     kind. scaled_codes: the kind of weights in scaled codes that no checkpoint fills, or Q4_K_M, a mixture.
+    max_position_embeddings: the most tokens of a text, with rope scaling.
     """
 
     family: str
@@ -122,6 +146,7 @@ class ModelConfig:
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False, metadata=NOT_TRACED)
     four_bit_group: int = field(default=0, metadata=NOT_TRACED)
     scaled_codes: str = field(default="", metadata=NOT_TRACED)
+    rope_scaling: RopeScaling | None = field(default=None, metadata={"traced": _as_json})
     world: int = 1
     vision: VisionConfig | None = field(default=None, metadata={"traced": _sections})
 

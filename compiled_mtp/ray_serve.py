@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import DEFAULT_BATCH, EngineConfig
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.replicas.config import (
@@ -64,7 +64,8 @@ def app(args: Mapping[str, Any]) -> Any:
     scale: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.autoscaling_config is not None:
         scale = {
-            "autoscaling_config": {"target_ongoing_requests": engine.max_batch} | settings.autoscaling_config
+            "autoscaling_config": {"target_ongoing_requests": engine.max_batch or DEFAULT_BATCH}
+            | settings.autoscaling_config
         }
     engines = serve.deployment(
         EngineReplica,
@@ -123,6 +124,8 @@ def _choose_devices(settings: ReplicaConfig, engine: EngineConfig) -> tuple[Engi
     if engine.model.is_dir():
         # Replicas have working directories of their own.
         engine = engine.model_copy(update={"model": engine.model.absolute()})
+    if engine.lora is not None:
+        engine = engine.model_copy(update={"lora": engine.lora.absolute()})
     if gpus:
         return engine.model_copy(update={"device": "cuda"}), gpus
     threads = engine.num_threads or max(1, int(settings.cpus))
@@ -139,7 +142,7 @@ class EngineReplica:
 
         config = EngineConfig(**engine_fields)
         # Before any file of it is read, by the front end too.
-        files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline))
+        files = list_files(find_checkpoint(Path(config.model), is_offline=config.offline), config.lora)
         frontend = open_frontend(config)
         engine = Engine(config, frontend=frontend)
         frontend.warm_up_grammars()

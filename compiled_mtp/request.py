@@ -170,13 +170,14 @@ class RequestOutput(NamedTuple):
     """What one step gave one request: the new tokens and text, and how it ended if it did.
 
     new_token_ids includes the token that ended the request; new_text includes its stop only with
-    `include_stop`. error: why the request ended with "error", or which limit ended it with "length" before
-    max_tokens and max_model_len. index: that of the choice. logprobs: one entry per token whose text is in
-    new_text, None unless requested; entries are held back with the text, and in the end there is one per
-    token. prompt_logprobs: if requested, in the first output of choice 0, one entry per prompt token except
-    the first; None in all other outputs, and if the request ended before its prompt was read. drafts: one
-    entry per verify round that gave these tokens, None unless requested. error_kind: the source of the error,
-    None unless the request ended with "error".
+    `include_stop`. error: why the request ended with "error" or was ended by the engine with "abort", or
+    which limit ended it with "length" before max_tokens and max_model_len. index: that of the choice.
+    logprobs: one entry per token whose text is in new_text, None unless requested; entries are held back
+    with the text, and in the end there is one per token. prompt_logprobs: if requested, in the first
+    output of choice 0, one entry per prompt token except the first; None in all other outputs, and if the
+    request ended before its prompt was read. drafts: one entry per verify round that gave these tokens,
+    None unless requested. error_kind: the source of the error, None unless the request ended with
+    "error".
     """
 
     request_id: str

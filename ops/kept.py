@@ -21,6 +21,11 @@ def kept(make: Callable[..., Tensor], weight: Tensor, *others: Tensor) -> Tensor
     return made
 
 
+def forget_kept(weight: Tensor) -> None:
+    """Forget what is kept with a weight whose values were replaced through another tensor of its memory."""
+    setattr(weight, "kept", None)  # noqa: B010
+
+
 def _version(tensor: Tensor) -> int:
     """Return how often the tensor was written to; -1 for an inference tensor, which does not count writes."""
     return -1 if tensor.is_inference() else tensor._version

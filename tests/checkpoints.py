@@ -49,6 +49,21 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 
+# Rope scalings that change the frequencies within the length of a test's prompt.
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE_FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("dense-yarn", {"family": "qwen3_5", "num_key_heads": 1, "num_value_heads": 2, "rope": YARN}),
+    (
+        "next-linear",
+        {
+            "family": "qwen3_next",
+            "num_key_heads": 1,
+            "num_value_heads": 2,
+            "rope": {"type": "linear", "factor": 3.0},
+        },
+    ),
+]
+
 # Sizes at which every part of a merged weight begins at a block, as in the releases: FP8 stays FP8 on a GPU.
 _BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
 FP8_FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -96,6 +111,7 @@ def write_checkpoint(
     sharded: bool = False,
     fp8_scale: torch.dtype | None = None,
     tokenizer: bool = False,
+    rope: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a checkpoint to `directory` and return it.
@@ -105,7 +121,7 @@ def write_checkpoint(
     are 'stacked' or 'per_expert'; None is what the release does. `fp32_gates` stores A_log and the gated norm
     in float32 (None: as released). `fp8_scale` is the dtype of FP8 scales, None for bfloat16 weights.
     `mtp_file` puts the head in mtp.safetensors, which a sharded checkpoint's index leaves out. `tokenizer`
-    adds a byte-level tokenizer.
+    adds a byte-level tokenizer. `rope` is a rope scaling, in the spelling of the family's releases.
     """
     directory.mkdir(parents=True, exist_ok=True)
     is_next, is_moe = family == "qwen3_next", family != "qwen3_5"
@@ -139,10 +155,11 @@ def write_checkpoint(
         text["intermediate_size"] = intermediate_size
     if is_next:
         text |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1e7}
-        text |= {"partial_rotary_factor": 0.25, "rope_scaling": None, "torch_dtype": "bfloat16"}
+        text |= {"partial_rotary_factor": 0.25, "rope_scaling": rope, "torch_dtype": "bfloat16"}
     else:
-        rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-        text["rope_parameters"] = rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+        default = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+        text["rope_parameters"] = default | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+        text["rope_parameters"] |= rope or {}
         text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "dtype": "bfloat16"}
         text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
         text["layer_types"] = [

@@ -65,7 +65,7 @@ def with_rounds(
     """Return the uncompiled runner with rounds of all these shapes."""
     config = runner.spec.config
     assert config.prefill_chunk is not None
-    buckets = ladders(8, starmap(RoundShape, shapes), config.max_batch, config.batch_sizes)
+    buckets = ladders(8, starmap(RoundShape, shapes), runner.memory.max_batch, config.batch_sizes)
     runner.programs = Programs(
         runner.step, buckets, config.prefill_chunk, is_compiled=is_compiled, graph_mode=graph_mode
     )

@@ -284,6 +284,12 @@ def metadata_of(directory: Path) -> dict[str, Any]:
         "ssm.inner_size": value_heads * c["linear_value_head_dim"],
         "full_attention_interval": c.get("full_attention_interval", 4),
     }
+    scaling = rope if "factor" in rope else c.get("rope_scaling")
+    if scaling:
+        own["rope.scaling.type"] = scaling.get("rope_type", scaling.get("type"))
+        own["rope.scaling.factor"] = np.float32(scaling["factor"])
+        if "original_max_position_embeddings" in scaling:
+            own["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
     if has_mtp:
         own["nextn_predict_layers"] = 1
     if "num_experts" in c:

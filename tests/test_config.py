@@ -16,8 +16,10 @@ import pytest
 
 from compiled_mtp.config import EngineConfig, as_config
 from compiled_mtp.models.hf_config import read_model_config
-from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.checkpoints import FAMILIES, YARN, write_checkpoint
 from tests.tiny import tiny_config
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 @pytest.fixture
@@ -161,12 +163,44 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "text_config.model_type must belong to qwen3_5, got qwen3_5_moe_text;",
     ),
     (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}},
-        "rope_type must be default, got yarn; YaRN and other rope scalings are not supported",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e7}},
+        "rope_type must be default, linear or yarn, got longrope; other rope scalings are not supported",
+    ),
+    (
+        {"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 1e7}},
+        "rope_type must be default, linear or yarn, got ['yarn']; other rope scalings are not supported",
     ),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_type must be default, got linear; YaRN and other rope scalings are not supported",
+        "rope_scaling must be absent beside rope_parameters, got linear; keep one of the two, with",
+    ),
+    (
+        {"rope_parameters": YARN | {"rope_theta": 1e7, "factor": 0.5}},
+        "factor must be at least 1, got 0.5; give factor, or original_max_position_embeddings below",
+    ),
+    (
+        {"rope_parameters": YARN | {"rope_theta": 1e7, "factor": "4"}},
+        "factor must be a positive number, got 4; fix config.json",
+    ),
+    (
+        {"rope_parameters": YARN | {"rope_theta": 1e7, "factor": None, ORIGINAL: 8192}},
+        "factor must be at least 1, got 0.5; give factor, or original_max_position_embeddings below",
+    ),
+    (
+        {"rope_parameters": YARN | {"rope_theta": 1e7, ORIGINAL: 0}},
+        "original_max_position_embeddings must be an integer of at least 1, got 0; fix config.json",
+    ),
+    (
+        {"rope_parameters": YARN | {"rope_theta": 1e7, "beta_fast": 1, "beta_slow": 2}},
+        "beta_fast must be at least beta_slow (2), got 1; fix config.json",
+    ),
+    (
+        {"rope_parameters": YARN | {"rope_theta": 1e7, "truncate": 1}},
+        "truncate must be true or false, got 1; fix config.json",
+    ),
+    (
+        {"rope_parameters": YARN | {"rope_theta": 1}},
+        "rope_theta must be above 1 with rope_type yarn, got 1.0; fix config.json",
     ),
     (
         {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1.5}},
@@ -218,8 +252,8 @@ def test_refused_by_name(directory: Path, changes: dict[str, Any], message: str)
 
 
 TOP_REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be default, got yarn; YaRN and"),
-    ({"rope_parameters": {"type": "linear"}}, "rope_type must be default, got linear; YaRN and other"),
+    ({"rope_scaling": YARN}, "rope_scaling must be in text_config, got yarn outside it; move it there"),
+    ({"rope_parameters": {"type": "linear"}}, "rope_parameters must be in text_config, got linear outside"),
     (
         {"rope_parameters": {"full_attention": {"rope_theta": 5e6}}},
         "rope_parameters must be one for all layers, got ['full_attention']; other rotary embeddings for",
@@ -359,7 +393,7 @@ def test_engine_defaults() -> None:
     c = EngineConfig()
     assert c.model.name == "default_model"
     assert (c.device, c.dtype, c.kv_dtype, c.compile, c.graph_mode) == ("auto",) * 5
-    assert (c.mtp_step, c.max_batch, c.block_size) == ("auto", 8, 64)
+    assert (c.mtp_step, c.max_batch, c.block_size) == ("auto", None, 64)
     assert (c.prefix_cache, c.prefix_cache_gb, c.reference_ops) == (True, None, ())
     unset = ("max_model_len", "num_blocks", "graph_cache", "draft_vocab", "seed", "synthetic_acceptance")
     unset += ("max_in_flight", "num_threads", "offload_gb", "prefill_chunk")

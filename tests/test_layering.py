@@ -57,13 +57,16 @@ NO_TORCH = (
     "compiled_mtp.cache.block_pool",
     "compiled_mtp.cache.prefix_index",
     "compiled_mtp.cache.prefix_host_tier",
-    *(f"compiled_mtp.sampling.{name}" for name in ("params", "sampling_params", "logprobs", "stop_strings")),
+    *(
+        f"compiled_mtp.sampling.{name}"
+        for name in ("parameter_checks", "sampling_params", "logprobs", "stop_strings")
+    ),
     *(
         f"compiled_mtp.sampling.{name}"
         for name in (
             "grammar_source",
             "regex_size",
-            "parameters",
+            "call_arguments",
             "schema_types",
             "schema_values",
             "tool_calls",

@@ -15,9 +15,9 @@ from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.rows import PrefillRows, place_prompt_chunks
 from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
 from compiled_mtp.rounds.catch_up import catch_up as catch_up_step

@@ -27,7 +27,7 @@ from compiled_mtp.terminal.console import (
     start_engine,
     write_text,
 )
-from compiled_mtp.terminal.flags import Parser, add_fields, given
+from compiled_mtp.terminal.flags import COMMON_ENGINE, COMMON_SAMPLING, Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
 from compiled_mtp.vision.images import PreparedImage
 
@@ -51,19 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 2: a flag or the checkpoint is wrong; one line on standard error says what to do. 143: SIGTERM.
     """
-    return run_command(lambda interrupts: _chat(vars(make_parser().parse_args(argv)), interrupts))
+    return run_command(lambda interrupts: _chat(make_parser().read(argv), interrupts))
 
 
 def make_parser() -> Parser:
     """Return the parser: a flag for each field of EngineConfig, and of SamplingParams that a chat uses."""
     parser = Parser(
         prog="compiled-mtp chat",
+        usage="%(prog)s [flags]",
         description=f"Talk with a checkpoint that has a chat template: {_HELP}.",
         epilog="The default of max_tokens is the room left in the context.",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message, with which the conversation begins")
-    add_fields(parser, "sampling", SamplingParams, skip=_SKIPPED)
-    add_fields(parser, "engine", EngineConfig, skip=SamplingParams.model_fields)
+    add_fields(parser, "sampling", SamplingParams, skip=_SKIPPED, common=COMMON_SAMPLING)
+    skip = SamplingParams.model_fields
+    add_fields(parser, "engine", EngineConfig, skip=skip, common=COMMON_ENGINE)
     return parser
 
 

@@ -33,7 +33,7 @@ from compiled_mtp.terminal.console import (
     start_engine,
     write_text,
 )
-from compiled_mtp.terminal.flags import Parser, add_fields, add_output, given
+from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, add_output, given
 from compiled_mtp.terminal.signals import leaving
 
 _SKIPPED = ("compile", "graph_cache")
@@ -41,18 +41,19 @@ _SKIPPED = ("compile", "graph_cache")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 2 for an error, 130 for Ctrl-C or 143 for SIGTERM."""
-    return run_command(lambda interrupts: _export(vars(make_parser().parse_args(argv)), interrupts))
+    return run_command(lambda interrupts: _export(make_parser().read(argv), interrupts))
 
 
 def make_parser() -> Parser:
     """Return the parser: --output, and a flag for each field of EngineConfig that is not in _SKIPPED."""
     parser = Parser(
         prog="compiled-mtp export",
+        usage="%(prog)s --output FILE [flags]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_output(parser, type=Path, required=True, metavar="FILE", help="the file to write")
-    add_fields(parser, "engine", EngineConfig, skip=_SKIPPED)
+    add_fields(parser, "engine", EngineConfig, skip=_SKIPPED, common=COMMON_ENGINE)
     return parser
 
 

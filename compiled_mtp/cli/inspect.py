@@ -20,11 +20,12 @@ import torch
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.model_config import ModelConfig, RopeScaling
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.draft_vocabulary import choose_draft_ids
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.lora import read_adapter
 from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import (
     FP8,
@@ -34,6 +35,7 @@ from compiled_mtp.models.weight_format import (
     resolve_recipe,
 )
 from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.spec import resolve_device
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
@@ -66,12 +68,13 @@ def make_parser() -> Parser:
     described = "a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B; default: the one that ships"
     parser.add_argument("checkpoint", nargs="?", default=str(default.model), help=described)
     parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument("--lora", type=Path, help=EngineConfig.model_fields["lora"].description)
     return parser
 
 
 def _inspect(flags: argparse.Namespace) -> int:
     stdout = check_stdout()
-    config = EngineConfig(model=flags.checkpoint, device=flags.device)
+    config = EngineConfig(model=flags.checkpoint, device=flags.device, lora=flags.lora)
     path = find_checkpoint(config.model, is_offline=config.offline)
     model = read_model_config(path)
     weights = read_stored(path)
@@ -87,10 +90,17 @@ def describe_model(model: ModelConfig) -> Iterator[str]:
     yield f"family      {model.family}, stored as {model.dtype}"
     yield f"layers      {model.num_layers}: {attention} of attention, {model.num_layers - attention} of GDN"
     yield f"sizes       hidden {model.hidden_size}, vocabulary {model.vocab_size}"
+    yield f"context     {model.max_position_embeddings} tokens{_describe_scaling(model.rope_scaling)}"
     if model.is_moe:
         experts = f"{model.num_experts} experts of {model.moe_intermediate_size}"
         yield f"experts     {experts}, {model.num_experts_per_tok} per token"
     yield f"MTP head    {'stored' if model.mtp_num_layers else 'none: it decodes without drafts'}"
+
+
+def _describe_scaling(scaling: RopeScaling | None) -> str:
+    if scaling is None:
+        return ""
+    return f", with rope scaling {scaling.kind}, {scaling.factor:g} times {scaling.original_length}"
 
 
 def describe_files(weights: Mapping[str, StoredWeight]) -> Iterator[str]:
@@ -118,7 +128,7 @@ def describe_run(
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
     with_mtp = bool(model.mtp_num_layers)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    free = free_device_bytes(device) if device.type == "cuda" else available_bytes()
     drafts = DraftPlan()
     if with_mtp:
         ids = choose_draft_ids(config.draft_vocab, model.vocab_size, model.eos_token_ids)
@@ -143,7 +153,9 @@ def describe_run(
     if described := drafts.describe(head_bytes).removeprefix(", drafts "):
         yield f"drafts      {described}"
     yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come on top"
-    check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free)
+    if config.lora is not None:
+        yield f"adapter     {read_adapter(config.lora).describe()}"
+    check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free, lora=config.lora)
 
 
 def _kind_of(name: str) -> str:

@@ -1,6 +1,6 @@
 """`compiled-mtp quantize`: write a bfloat16 checkpoint in FP8, in blocks of 128 by 128, as the FP8 releases.
 
-    compiled-mtp quantize CHECKPOINT --output DIRECTORY
+    compiled-mtp quantize CHECKPOINT --output DIRECTORY [--lora ADAPTER]
 
 Projections of attention, of GDN (except its gates b and a), of FFNs and of experts become float8_e4m3fn with
 a factor (`weight_scale_inv`: block maximum / 448) for each block; stacked experts become one tensor each, as
@@ -33,6 +33,8 @@ from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.lora import read_merged
+from compiled_mtp.models.lora_weights import MergedWeight
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.terminal.flags import Parser, add_output
@@ -106,8 +108,12 @@ def convert(
     yield name + FP8.scale_suffix, scale
 
 
-def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torch.bfloat16) -> Counts:
+def quantize_checkpoint(
+    source: Path, out: Path, scale_dtype: torch.dtype = torch.bfloat16, lora: Path | None = None
+) -> Counts:
     """Write the checkpoint in `source`, quantised, to the new directory `out`; return the figures.
+
+    lora: the directory of an adapter, which is merged into the weights first.
 
     Raises ValueError for a checkpoint that the engine does not read, that is quantised already or in which a
     matrix to convert is not finite, and for an `out` that exists or has no room.
@@ -122,6 +128,8 @@ def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torc
     # A dangling link counts as existing too.
     is_new = not (out.exists() or out.is_symlink())
     check(is_new, "output", "be a new directory", str(out), "name another or remove it")
+    weights = read_merged(config, source, lora).values()
+    merged = {weight.name: weight for weight in weights if isinstance(weight, MergedWeight)}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as enclosing:
         made = Path(enclosing) / "made"
@@ -132,6 +140,9 @@ def quantize_checkpoint(source: Path, out: Path, scale_dtype: torch.dtype = torc
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  no mapping
                     tensor = tensors.get_tensor(name)
+                    if name in merged:
+                        whole = tuple(slice(0, size) for size in tensor.shape)
+                        tensor = merged[name].read(whole).to(tensor.dtype)
                     counts.bytes_before += tensor.nbytes
                     stored |= dict(convert(name, tensor, scale_dtype, counts))
             counts.bytes_after += sum(tensor.nbytes for tensor in stored.values())
@@ -197,6 +208,8 @@ def make_parser() -> Parser:
     # The older form of --output.
     parser.add_argument("out", nargs="?", type=Path, help=argparse.SUPPRESS)
     add_output(parser, type=Path, metavar="DIRECTORY", help="the new directory")
+    described = "a directory with a LoRA adapter, which is merged into the weights before they are quantised"
+    parser.add_argument("--lora", type=Path, metavar="DIRECTORY", help=described)
     parser.add_argument(
         "--scale-dtype",
         choices=("bfloat16", "float32"),
@@ -215,9 +228,9 @@ def _quantize(flags: argparse.Namespace) -> int:
     got, remedy = " and ".join(map(str, given)) or "neither", "name the directory to make with --output"
     check(len(given) == 1, "output", "be given once", got, remedy)
     (out,) = given
-    config = EngineConfig(model=flags.checkpoint)
+    config = EngineConfig(model=flags.checkpoint, lora=flags.lora)
     source = find_checkpoint(config.model, is_offline=config.offline)
-    counts = quantize_checkpoint(source, out, getattr(torch, flags.scale_dtype))
+    counts = quantize_checkpoint(source, out, getattr(torch, flags.scale_dtype), config.lora)
     relative = (counts.error / counts.size) ** 0.5 if counts.size else 0.0
     told = {"out": str(out), "converted": counts.converted, "kept": len(counts.kept)}
     told |= {"bytes_before": counts.bytes_before, "bytes_after": counts.bytes_after, "error": relative}

@@ -27,7 +27,7 @@ from compiled_mtp.terminal.console import (
     say,
     start_engine,
 )
-from compiled_mtp.terminal.flags import Parser, add_fields, add_output, given
+from compiled_mtp.terminal.flags import COMMON_ENGINE, COMMON_SAMPLING, Parser, add_fields, add_output, given
 from compiled_mtp.terminal.signals import leaving
 
 # A command imports these modules later, since they import torch.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     there is no --output. 2: a flag, file or checkpoint is wrong; one line on standard error says what to do.
     130 and 143: interrupted by Ctrl-C and by SIGTERM; the tokens decoded until then are printed and written.
     """
-    return run_command(lambda interrupts: _run(vars(make_parser().parse_args(argv)), interrupts))
+    return run_command(lambda interrupts: _run(make_parser().read(argv), interrupts))
 
 
 def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
@@ -88,6 +88,7 @@ def make_parser() -> Parser:
     """
     parser = Parser(
         prog="compiled-mtp run",
+        usage="%(prog)s (--prompt TEXT | --prompt-file FILE) [flags]",
         description="Decode prompts with a checkpoint's own multi-token-prediction head.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -118,8 +119,9 @@ def make_parser() -> Parser:
         action="store_true",
         help="repeat with mtp_step 0 and say whether the tokens are identical",
     )
-    add_fields(parser, "sampling", SamplingParams)
-    add_fields(parser, "engine", EngineConfig, skip=SamplingParams.model_fields)
+    add_fields(parser, "sampling", SamplingParams, common=COMMON_SAMPLING)
+    skip = SamplingParams.model_fields
+    add_fields(parser, "engine", EngineConfig, skip=skip, common=COMMON_ENGINE)
     return parser
 
 

@@ -31,6 +31,6 @@ def open_frontend(config: EngineConfig) -> RequestProcessor:
         )
     # Find a default out of range before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
-    tokenizer = Tokenizer(path) if has_tokenizer(path) else None
+    tokenizer = Tokenizer(path, config.chat_template) if has_tokenizer(path) else None
     longest = config.resolve_max_model_len(model_config)
     return RequestProcessor(path, model_config, tokenizer, longest, config.max_images)

@@ -9,7 +9,7 @@ from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.sampling import grammar_source
 from compiled_mtp.sampling.grammar import GrammarCompiler, Matcher, Reasoning
 from compiled_mtp.sampling.grammar_source import GrammarSource
-from compiled_mtp.sampling.params import only_one_grammar
+from compiled_mtp.sampling.parameter_checks import only_one_grammar
 from compiled_mtp.sampling.sampling_params import SamplingParams
 from compiled_mtp.sampling.tool_calls import CALL_FORMS, from_tools
 

@@ -37,11 +37,12 @@ class Tokenizer:
 
     A directory has a tokenizer.json. A GGUF file has a tokenizer in its metadata; if its kind is not known,
     the tokenizer.json in the file's directory is used. json_text: the text of tokenizer.json. added_ids: the
-    tokens that it adds to the vocabulary, text -> id. Raises ValueError if tokenizer.json is missing,
-    unreadable or not byte-level; all supported families are byte-level.
+    tokens that it adds to the vocabulary, text -> id. chat_template: a Jinja file that replaces the
+    checkpoint's chat template. Raises ValueError if tokenizer.json is missing, unreadable or not byte-level
+    (all supported families are byte-level), and for a chat_template that cannot be used.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, chat_template: Path | None = None) -> None:
         root = file = Path(path)
         container = read_container(root) if root.suffix == ".gguf" else None
         if container is not None and not is_byte_level(container) and (root.parent / _FILE).is_file():
@@ -75,7 +76,8 @@ class Tokenizer:
         self.num_ids = max(self._tokenizer.get_vocab_size(), max(added, default=0) + 1)
         self._bytes: dict[int, bytes] = {}
         config = None if container is None else tokenizer_config(container)
-        self._template = ChatTemplate(root, config)
+        self.chat_template = chat_template
+        self._template = ChatTemplate(root, config, chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens are recognised. Raises ValueError for lone surrogates."""
@@ -154,12 +156,13 @@ class Detokenizer:
 class ChatTemplate:
     """A checkpoint's chat template: chat_template.jinja, or the one in tokenizer_config.json.
 
-    config: the content of tokenizer_config.json, if it is not read from the file. Templates render in a
-    sandbox, with the filters and functions that Hugging Face gives them. Raises ValueError for unreadable
-    JSON. A missing or broken template raises only when a chat is rendered.
+    config: the content of tokenizer_config.json, if it is not read from the file. given: a file that replaces
+    the checkpoint's template. Templates render in a sandbox, with the filters and functions that Hugging Face
+    gives them. Raises ValueError for unreadable JSON and for an unusable `given`. A template of the
+    checkpoint that is missing or broken raises only when a chat is rendered.
     """
 
-    def __init__(self, root: Path, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, root: Path, config: dict[str, Any] | None = None, given: Path | None = None) -> None:
         self._root = root
         config = _read_config(root / "tokenizer_config.json") if config is None else config
         # Templates use bos_token, eos_token and so on; a token is a string or an object with `content`.
@@ -171,6 +174,9 @@ class ChatTemplate:
         self._template: Template | None = None
         # The template's error, which `render` raises: plain prompts need no template.
         self._fault = ""
+        if given is not None:
+            self._template = _read_template(given)
+            return
         try:
             self._template = self._compile(config)
         except ValueError as error:
@@ -203,23 +209,37 @@ class ChatTemplate:
             ) from None
 
     def _compile(self, config: dict[str, Any]) -> Template | None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         file = self._root / "chat_template.jinja"
         try:
             source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
             if isinstance(source, list):
                 named = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
                 source = named.get("default")
-            return None if source is None else environment.from_string(source)
+            return None if source is None else _environment().from_string(source)
         except (TemplateError, TypeError, ValueError, OSError) as error:
             raise ValueError(
                 f"chat template of {self._root} must be Jinja, got: {error}; download the file again"
             ) from None
+
+
+def _read_template(file: Path) -> Template:
+    try:
+        return _environment().from_string(file.read_text(encoding="utf-8"))
+    except (TemplateError, ValueError, OSError) as error:
+        raise ValueError(
+            f"chat_template must be a Jinja file, got {file}: {type(error).__name__}: {error}; correct it "
+            "or leave it out"
+        ) from None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
 def _to_bytes(token: str) -> bytes:

@@ -114,6 +114,7 @@ def hf_config(container: Container) -> dict[str, Any]:
         "rms_norm_eps": metadata.number(".attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.number(".rope.freq_base"),
         "partial_rotary_factor": metadata.integer(".rope.dimension_count") / config["head_dim"],
+        "rope_scaling": _rope_scaling(metadata),
         "norm_topk_prob": True,
         # The dtype of these families' releases; a GGUF file has a type per tensor only.
         "dtype": "bfloat16",
@@ -136,6 +137,19 @@ def eos_token_ids(container: Container) -> list[int]:
     return sorted(named | {i for i, token in enumerate(tokens) if token in _ENDS})
 
 
+def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
+    """The rope scaling in the form of config.json, whose reader checks its type; None without one."""
+    kind = metadata.get(".rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(".rope.scaling.factor")}
+    length = metadata.integer(".rope.scaling.original_context_length", 0, 0)
+    if length:
+        scaling["original_max_position_embeddings"] = length
+    betas = {name: metadata.get(f".rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    return scaling | {name: value for name, value in betas.items() if value is not None}
+
+
 def _has_mtp(container: Container) -> bool:
     return any(".nextn." in name for name in container.tensors)
 
@@ -144,7 +158,11 @@ def _check_unsupported(metadata: Metadata, config: dict[str, Any]) -> None:
     """Raise ValueError for features that these families never have and the engine does not support."""
     wanted = {
         ".attention.value_length": config["head_dim"],
-        ".rope.scaling.type": "none",
+        # Changes of YaRN that transformers does not have.
+        ".rope.scaling.attn_factor": 1.0,
+        ".rope.scaling.yarn_attn_factor": 1.0,
+        ".rope.scaling.yarn_ext_factor": 1.0,
+        ".rope.scaling.yarn_log_multiplier": 0.0,
         ".expert_gating_func": 1,
         ".expert_weights_norm": True,
         ".expert_weights_scale": 1.0,

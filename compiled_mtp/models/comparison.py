@@ -160,7 +160,7 @@ def _codes_of(words: torch.Tensor, form: WeightFormat) -> torch.Tensor:
 def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) -> str:
     """The likely cause of the mismatch and its remedy; empty if neither is known."""
     if any(mark in name for name in unused for mark in _ADAPTER_MARKS):
-        return "these are an adapter's: merge it into its base model (PEFT: merge_and_unload) and save that"
+        return "these are an adapter's: pass the base model, and PEFT's save of the adapter as lora"
     wanted = set(missing)
     for name in unused:
         parts = name.split(".")

@@ -8,6 +8,7 @@ from typing import Any
 from compiled_mtp.errors import check
 from compiled_mtp.models.config_keys import FIX, Keys
 from compiled_mtp.models.formats.claims import SECTION, claims_of
+from compiled_mtp.models.rope_keys import check_no_rope, rope_fields
 
 # Far above existing models, and small enough that a wrong number takes neither time nor memory before the
 # weights' headers contradict it.
@@ -35,6 +36,8 @@ def text_fields(keys: Keys, top: dict[str, Any]) -> dict[str, Any]:
     # Both levels: a key that changes results must not be missed because it is outside the text section.
     for section in (values, top):
         _check_supported(Keys(section))
+    if values is not top:
+        check_no_rope(Keys(top))
     num_layers, hidden_size = keys.integer("num_hidden_layers", most=MOST_LAYERS), keys.integer("hidden_size")
     gate = values.get("output_gate_type") or "silu"
     is_known = gate in ("silu", "swish", "sigmoid")
@@ -51,7 +54,6 @@ def text_fields(keys: Keys, top: dict[str, Any]) -> dict[str, Any]:
         "mtp_num_layers": _mtp_num_layers(keys),
         "gate_activation": "sigmoid" if gate == "sigmoid" else "silu",
         "dtype": _dtype_name(values, top),
-        "max_position_embeddings": keys.integer("max_position_embeddings"),
         "quantized": _is_fp8(Keys(top)) or _is_fp8(keys),
     }
 
@@ -92,16 +94,11 @@ def _attention_fields(keys: Keys, hidden_size: int) -> dict[str, Any]:
     head_dim = keys.integer("head_dim", hidden_size // heads)
     remedy = "other head sizes are not supported"
     check(head_dim in (64, 128, 256), "head_dim", "be 64, 128 or 256", head_dim, remedy)
-    theta, factor = _rope(keys)
-    rotary_dim = int(head_dim * factor) if factor <= 1 else 0
-    is_even_part = rotary_dim % 2 == 0 and rotary_dim > 0
-    check(is_even_part, "partial_rotary_factor", f"give an even part of head_dim {head_dim}", factor, FIX)
     return {
         "num_q_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "rotary_dim": rotary_dim,
-        "rope_theta": theta,
+        **rope_fields(keys, head_dim),
     }
 
 
@@ -127,14 +124,6 @@ def _check_supported(keys: Keys) -> None:
     is_off = keys.values.get("use_sliding_window") is False
     window = None if is_off else keys.values.get("sliding_window")
     check(window is None, "sliding_window", "be null", window, "sliding windows are not supported")
-    for key in ("rope_parameters", "rope_scaling"):
-        section = keys.section(key)
-        nested = sorted(name for name, value in section.items() if isinstance(value, dict))
-        remedy = "other rotary embeddings for each type of layer are not supported"
-        check(not nested, key, "be one for all layers", nested, remedy)
-        kind = section.get("rope_type", section.get("type", "default"))
-        remedy = "YaRN and other rope scalings are not supported"
-        check(kind == "default", "rope_type", "be default", kind, remedy)
 
 
 def _layer_pattern(keys: Keys, num_layers: int) -> tuple[bool, ...]:
@@ -154,15 +143,6 @@ def _layer_pattern(keys: Keys, num_layers: int) -> tuple[bool, ...]:
     check(len(types) == num_layers, "layer_types", rule, len(types), FIX)
     check("full_attention" in types, "layer_types", "name a full_attention layer", "none", no_attention)
     return tuple(t == "full_attention" for t in types)
-
-
-def _rope(keys: Keys) -> tuple[float, float]:
-    """Theta and the rotary share of a head.
-
-    M-RoPE sections do not matter: in text all axes have equal positions.
-    """
-    rope = Keys(keys.values | keys.section("rope_parameters"))
-    return rope.number("rope_theta"), rope.number("partial_rotary_factor", 0.25)
 
 
 def _mtp_num_layers(keys: Keys) -> int:

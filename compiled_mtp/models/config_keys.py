@@ -31,16 +31,20 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Keys:
-    """A section of config.json. Its methods raise ValueError, naming the key, for a missing or bad value."""
+    """A section of config.json, or of another file with a remedy of its own.
+
+    Its methods raise ValueError, naming the key, for a missing or bad value.
+    """
 
     values: dict[str, Any]
+    remedy: str = FIX
 
     def number(self, key: str, default: float | None = None) -> float:
         """The positive finite number under `key`."""
         value: Any = self.values.get(key, default)
         # Compare types, because a bool is an int. JSON may hold NaN, Infinity and integers of any length.
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise fail(key, "be a positive number", value, FIX)
+            raise fail(key, "be a positive number", value, self.remedy)
         return float(value)
 
     def integer(
@@ -49,21 +53,21 @@ class Keys:
         """The integer under `key`, from `least` to `most`."""
         value = self.values.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise fail(key, f"be an integer of at least {least}", value, FIX)
+            raise fail(key, f"be an integer of at least {least}", value, self.remedy)
         if most is not None and value > most:
-            raise fail(key, f"be at most {most}", value, FIX)
+            raise fail(key, f"be at most {most}", value, self.remedy)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         """The bool under `key`."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise fail(key, "be true or false", value, FIX)
+            raise fail(key, "be true or false", value, self.remedy)
         return value
 
     def section(self, key: str) -> dict[str, Any]:
         """The object under `key`, empty if there is none."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, dict):
-            raise fail(key, "be an object", repr(value), FIX)
+            raise fail(key, "be an object", repr(value), self.remedy)
         return value or {}

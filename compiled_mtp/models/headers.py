@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,12 @@ _TRUNK_PREFIXES = ("model.language_model.", "model.")
 _UNPREFIXED = ("mtp.", "lm_head.")
 _VISUAL_PREFIX = "model.visual."
 _AGAIN = "download it again"
+
+
+class Reader(Protocol):
+    """What reads a region of a named tensor: `OpenFiles`, or the stream of given weights."""
+
+    def read(self, file: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class OpenFiles:
@@ -46,7 +52,7 @@ class Header:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    files: OpenFiles = field(default_factory=OpenFiles, compare=False, repr=False)
+    files: Reader = field(default_factory=OpenFiles, compare=False, repr=False)
 
     def read(self, region: tuple[slice, ...], device: torch.device | None = None) -> torch.Tensor:
         """The values in `region`, a range per dimension, in the stored dtype; on the CPU, whatever `device`
@@ -62,9 +68,9 @@ def read_headers(root: Path) -> dict[str, Header]:
     """
     found: dict[str, Header] = {}
     for header in _read_files(root):
-        if header.name.startswith(_VISUAL_PREFIX):
+        if is_skipped(header.name):
             continue
-        name = _without_prefix(header.name)
+        name = without_prefix(header.name)
         if name in found:
             raise ValueError(
                 f"model must store each tensor once, got {shown(header.name)} in {found[name].file} and "
@@ -79,11 +85,17 @@ def read_visual_headers(root: Path) -> dict[str, Header]:
 
     Raises ValueError as `read_headers` does for its files.
     """
-    found = (header for header in _read_files(root) if header.name.startswith(_VISUAL_PREFIX))
+    found = (header for header in _read_files(root) if is_skipped(header.name))
     return {header.name.removeprefix(_VISUAL_PREFIX): header for header in found}
 
 
-def _without_prefix(name: str) -> str:
+def is_skipped(name: str) -> bool:
+    """Whether a tensor belongs to the vision tower, which `read_headers` leaves out."""
+    return name.startswith(_VISUAL_PREFIX)
+
+
+def without_prefix(name: str) -> str:
+    """The name of a tensor without the trunk's prefix."""
     return next((name.removeprefix(p) for p in _TRUNK_PREFIXES if name.startswith(p)), name)
 
 
@@ -98,7 +110,7 @@ def stored_name(name: str, headers: Mapping[str, StoredWeight]) -> str:
 
 
 def _is_mtp(name: str) -> bool:
-    return _without_prefix(name).startswith("mtp.")
+    return without_prefix(name).startswith("mtp.")
 
 
 def _read_files(root: Path) -> list[Header]:
@@ -117,9 +129,8 @@ def _read_files(root: Path) -> list[Header]:
             )
         # An MTP head that was added to a release may be missing from the index. Other files may belong to
         # another save.
-        stray = [
-            f.name for f in files if f not in listed and not all(_is_mtp(h.name) for h in _header(f, opened))
-        ]
+        others = [file for file in files if file not in listed]
+        stray = [f.name for f in others if not all(_is_mtp(h.name) for h in read_file(f, opened))]
         if stray:
             raise ValueError(
                 f"model must have no weights outside its index, got {shown(stray)} in {root}; remove the "
@@ -127,7 +138,7 @@ def _read_files(root: Path) -> list[Header]:
             )
     if not files:
         raise ValueError(f"model must have *.safetensors files, got none in {root}; convert or download them")
-    return [header for file in files for header in _header(file, opened)]
+    return [header for file in files for header in read_file(file, opened)]
 
 
 def _read_index(index: Path) -> list[str]:
@@ -147,8 +158,12 @@ def _read_index(index: Path) -> list[str]:
     return list(weight_map.values())
 
 
-def _header(file: Path, opened: OpenFiles) -> list[Header]:
-    """The header of one file. Source: the safetensors format (a length in 8 bytes, then JSON)."""
+def read_file(file: Path, opened: OpenFiles | None = None) -> list[Header]:
+    """The tensors of one file, in its order. Source: the safetensors format (a length in 8 bytes, then JSON).
+
+    Raises ValueError for a file that is no valid safetensors file.
+    """
+    opened = OpenFiles() if opened is None else opened
     try:
         # Opening maps the file and checks its header against its length, so that a truncated download is
         # found before the parameters are allocated.

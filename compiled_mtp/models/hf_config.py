@@ -43,7 +43,7 @@ def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
     remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
     is_adapter = (root / "adapter_config.json").is_file() and not (root / "config.json").is_file()
     if is_adapter:
-        remedy = "this is an adapter: merge it into its base model and pass that"
+        remedy = "this is an adapter: pass its base model, and this directory as lora"
     check((root / "config.json").is_file(), "model", "be a directory with a config.json", root, remedy)
     top = read_json(root / "config.json")
     name = top.get("model_type")

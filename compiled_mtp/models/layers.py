@@ -445,10 +445,3 @@ class DecoderLayer(nn.Module):
         x = self.mixer(normed, rows, *caches)
         normed, residual = self.post_norm.add_for(self.ffn, x, residual)
         return self.ffn(normed, rows), residual
-
-
-def rotary_table(config: ModelConfig, length: int, device: torch.device) -> torch.Tensor:
-    """[length, rotary_dim] float32: cosines, then sines, of p * theta^(-2j / rotary_dim), 2j < rotary_dim."""
-    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
-    angles = torch.arange(length).float()[:, None] * (1.0 / config.rope_theta**exponent)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)

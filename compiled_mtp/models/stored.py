@@ -32,8 +32,8 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     `read_stored` does.
     """
     adapter = root / "adapter_config.json"
-    remedy = "merge it into its base model (PEFT: merge_and_unload, then save_pretrained) and pass that"
-    check(not adapter.is_file(), "model", "be merged with its adapter", shown(adapter), remedy)
+    remedy = "move the adapter to a directory of its own and pass that as lora"
+    check(not adapter.is_file(), "model", "be a directory without an adapter", shown(adapter), remedy)
     if not any(root.glob("*.safetensors")):
         return config
     headers = read_stored(root)

@@ -29,6 +29,7 @@ from compiled_mtp.models.four_bits import (
 )
 from compiled_mtp.models.headers import Header
 from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
+from compiled_mtp.models.lora import read_adapter, read_merged
 from compiled_mtp.models.scaled_codes import (
     fill_scaled_codes,
     has_scaled_codes,
@@ -105,14 +106,15 @@ def check_weights(
     world: int = 1,
     prompt_rows: bool = False,
     allow_extra: bool = False,
+    lora: Path | None = None,
 ) -> None:
-    """Check the checkpoint in `path` before anything is allocated for it.
+    """Check the checkpoint in `path` and the adapter `lora` before anything is allocated for them.
 
     formats: the result of `read_formats`; dtype: of the other parameters. rank, world and prompt_rows are as
     in `shard_layout`. allow_extra: log unused tensors instead of refusing them. Raises ValueError as
     `load_weights` does, and for weights that take more than `free_bytes`.
     """
-    weights = read_stored(Path(path))
+    weights = read_merged(config, Path(path), lora)
     whole, extra = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     if extra:
         logger.warning("skipped tensors of %s (allow_extra_tensors): %s", path, first_few(extra))
@@ -124,6 +126,8 @@ def check_weights(
     rule, got = f"hold {_gib(needed)} of weights{how}", f"{_gib(free_bytes)} for {path}"
     check(needed <= free_bytes, "free memory", rule, got, "use a smaller model or more memory")
     check_packed(read.values())
+    if lora is not None:
+        logger.info("LoRA adapter %s", read_adapter(lora).describe())
     if packed:
         logger.info("multiplied out while they are loaded: %s", packed)
 
@@ -169,7 +173,10 @@ def load_weights(
     prompt_rows: bool = False,
     allow_extra: bool = False,
     is_checked: bool = False,
+    lora: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    weights: Mapping[str, StoredWeight] | None = None,
+    copied: Callable[[str], None] | None = None,
 ) -> None:
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
 
@@ -179,12 +186,14 @@ def load_weights(
     and multiplied out for others. Quantised weights are packed again for parameters of codes; for others they
     are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the parameters:
     the largest shard of a plain tensor, and its product if it is multiplied out. progress: called with the
-    bytes done and the bytes in all. allow_extra: accept unused tensors. is_checked: search the parameters for
-    NaN and infinity. Raises ValueError before anything is copied, with the first tensors that are missing,
-    unused, or of another shape or dtype, and the first parameters that would not be filled; and
-    afterwards with the first tensors that are not finite.
+    bytes done and the bytes in all. lora: the directory of an adapter to merge, see `read_merged`. weights:
+    read already, or given in place of files. copied: called with each stored tensor's full name once it is
+    copied. allow_extra: accept unused tensors. is_checked: search the parameters for NaN and infinity. Raises
+    ValueError before anything is copied, with the first tensors that are missing, unused, or of another shape
+    or dtype, and the first parameters that would not be filled; and afterwards with the first tensors that
+    are not finite.
     """
-    weights = read_stored(Path(path))
+    weights = read_merged(config, Path(path), lora) if weights is None else weights
     whole, _ = checked_layout(config, path, weights, formats, with_mtp, allow_extra)
     layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
     check_parameters(layout, parameters, path, formats)
@@ -208,6 +217,8 @@ def load_weights(
                 target.copy_(part.reshape(target.shape))
             else:
                 _fill(target, weight, region)
+        if copied is not None:
+            copied(weight.name)
         done += num_bytes[name]
         if progress is not None:
             progress(done, sum(num_bytes.values()))

@@ -27,6 +27,7 @@ from compiled_mtp.config import Torchrun
 from compiled_mtp.graphs.artifacts import source_digest
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.models.lora import read_adapter
 from compiled_mtp.parallel.forks import wait_for_parent_end
 from compiled_mtp.parallel.plans import PlanReader
 from compiled_mtp.parallel.ranks import HEARTBEAT_S, RankJob
@@ -95,7 +96,8 @@ def run_job(job: RankJob) -> int:
 def _build(job: RankJob) -> tuple[Runner, Communicator]:
     """Return the rank's runner, ready to run plans, and its communicator."""
     job.settings.apply()
-    _report(job.report, kind="hello", hello=fingerprint(job.config.model, has_files=job.fill is None))
+    own = fingerprint(job.config.model, job.config.lora, has_files=job.fill is None)
+    _report(job.report, kind="hello", hello=own)
     communicator = join(job.config.exchange, job.rank, job.world, job.folder, job.device_type)
     spec = resolve(job.config, job.model, job.num_valid_ids, is_checkpoint=job.fill is None)
     runner = Runner(spec.of_rank(communicator), None, job.fill, save_to=job.save_to)
@@ -129,8 +131,8 @@ def _follow(runner: Runner, communicator: Communicator, plans: PlanReader) -> No
             getattr(runner, name)(*arguments)
 
 
-def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
-    """Return name -> value of what all ranks must share. has_files: `model` holds the weights.
+def fingerprint(model: Path, lora: Path | None = None, *, has_files: bool) -> dict[str, str]:
+    """Return name -> value of what all ranks must share. has_files: `model` and `lora` hold the weights.
 
     Reads torch's settings of the calling thread.
     """
@@ -139,6 +141,8 @@ def fingerprint(model: Path, *, has_files: bool) -> dict[str, str]:
         digest.update(repr(read_model_config(model)).encode())
         for name, weight in sorted(read_stored(model).items(), key=lambda item: item[0]):
             digest.update(repr((name, weight.dtype, weight.shape, weight.file.stat().st_size)).encode())
+        if lora is not None:
+            digest.update(read_adapter(lora).key.encode())
     package = Path(__file__).parents[1]
     folders = [package / name for name in ("cache", "graphs", "models", "ops", "parallel", "vision")]
     return {

@@ -22,6 +22,7 @@ from compiled_mtp.runner.assemble import Fill, Progress
 from compiled_mtp.runner.numeric_settings import NumericSettings
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import EngineSpec
+from compiled_mtp.runner.weight_updates import WeightUpdate
 
 # A plan is sent as its fields: pickling it takes ten times as long.
 _FIELDS = attrgetter(*(field.name for field in fields(StepPlan)))
@@ -56,7 +57,8 @@ class LeadRunner(Runner):
                 progress(what, done, total)
 
         try:
-            communicator = self._ranks.connect(fingerprint(spec.config.model, has_files=fill is None))
+            own = fingerprint(spec.config.model, spec.config.lora, has_files=fill is None)
+            communicator = self._ranks.connect(own)
             super().__init__(spec.of_rank(communicator), check_and_report, fill, save_to=save_to)
             self._ranks.wait_until_ready()
         except (ValueError, KeyboardInterrupt):
@@ -98,6 +100,13 @@ class LeadRunner(Runner):
         if self._ranks.is_whole:
             with _delayed_interrupts(), self._in_step():
                 self._ranks.send("drop_launches")
+
+    def replace_weights(self, update: WeightUpdate) -> None:
+        """Run `Runner.replace_weights` on every rank; each reads its own shards from the files."""
+        assert update.path is not None, "several ranks take their weights from files"
+        with _delayed_interrupts(), self._in_step():
+            self._ranks.send("replace_from", update.path.absolute())
+            super().replace_weights(update)
 
     def check(self) -> None:
         """Raise RankError once a rank is lost."""

@@ -17,8 +17,10 @@ _REFUSED = {
     "host": "set Ray's http_options.host",
     "port": "set Ray's http_options.port",
     "api_key": "set COMPILED_MTP_SERVER_API_KEY where Ray runs, or api_key_file",
+    "log_level": "set Ray's logging_config",
+    "log_format": "set Ray's logging_config",
     "header_timeout_s": "leave it out; Ray's proxy reads headers with its own limit",
-    "keep_alive_timeout_s": "leave it out; Ray's proxy keeps connections with its own limit",
+    "keep_alive_s": "leave it out; Ray's proxy keeps connections with its own limit",
     "write_timeout_s": "leave it out; Ray's proxy buffers all output, however slow the client is",
 }
 

@@ -39,8 +39,9 @@ class CheckpointFile(NamedTuple):
     inode: int
 
 
-def list_files(model: Path) -> list[CheckpointFile]:
-    """Return the files that decide tokens, of a GGUF file or a checkpoint directory, sorted by path.
+def list_files(model: Path, lora: Path | None = None) -> list[CheckpointFile]:
+    """Return the files that decide tokens, of a GGUF file or a checkpoint directory, sorted by path; those of
+    the adapter directory `lora` follow.
 
     Returns [] for a model that does not exist.
     """
@@ -52,7 +53,7 @@ def list_files(model: Path) -> list[CheckpointFile]:
         if path.is_file() and (is_gguf or path.suffix in _SUFFIXES):
             stat = path.stat()
             found.append(CheckpointFile(path, stat.st_size, stat.st_ctime_ns, stat.st_ino))
-    return found
+    return found if lora is None else found + list_files(lora)
 
 
 def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFile]) -> str:
@@ -68,7 +69,7 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     from compiled_mtp.graphs.artifacts import machine_key, source_digest
     from compiled_mtp.runner.numeric_settings import NumericSettings
 
-    _check_unchanged(engine.frontend.path, loaded)
+    _check_unchanged(engine.frontend.path, config.lora, loaded)
     sources = source_digest((_PACKAGE, _PACKAGE / "ops", _PACKAGE / "graphs"))
     # On a GPU the number of CPU threads, which differs between machines, changes no token.
     settings = dataclasses.replace(NumericSettings.read(), num_threads=engine.num_threads or 0)
@@ -76,12 +77,12 @@ def identify(config: EngineConfig, engine: Engine, loaded: Sequence[CheckpointFi
     parts += [torch.__config__.show(), settings, [_version(name) for name in _LIBRARIES]]
     parts += [compiled_mtp.__version__, sources, config.model_dump_json()]
     parts += [engine.scheduler.limits.longest, engine.runner.memory.max_model_len, digest_files(loaded)]
-    _check_unchanged(engine.frontend.path, loaded)
+    _check_unchanged(engine.frontend.path, config.lora, loaded)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _check_unchanged(model: Path, loaded: Sequence[CheckpointFile]) -> None:
-    if changed := {one.path.name for one in {*loaded} ^ {*list_files(model)}}:
+def _check_unchanged(model: Path, lora: Path | None, loaded: Sequence[CheckpointFile]) -> None:
+    if changed := {one.path.name for one in {*loaded} ^ {*list_files(model, lora)}}:
         raise ValueError(
             f"model must not change while it is loaded, got changes of {sorted(changed)}; start the replica "
             "again"

@@ -23,17 +23,17 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.layers import rotary_table
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.row_unit import find_row_unit, k_splits_of, weights_of
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
-from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.runner.cache_key import early_key, late_key
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan, resolve_memory
+from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
@@ -88,15 +88,17 @@ def build(
         draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
-    config = spec.config
-    buckets = ladders(_row_unit(spec, target), spec.shapes, config.max_batch, config.batch_sizes)
+    free_bytes = _free_bytes(spec)
+    max_batch = resolve_max_batch(spec, free_bytes)
+    buckets = make_buckets(spec, target, max_batch)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
     memory = resolve_memory(
         spec,
-        free_bytes=_free_bytes(spec),
+        free_bytes=free_bytes,
         host_bytes=_host_bytes(spec),
         draft_head_bytes=draft_head_bytes,
+        max_batch=max_batch,
         most_rows=max(bucket.rows for bucket in buckets),
     )
     models = [target] if draft is None else [target, draft]
@@ -107,7 +109,7 @@ def build(
     graph_mode = choose_graph_mode(spec, weight_bytes[0])
     saved = None
     if spec.cache is not None:
-        check_key(spec.cache, key | late_key(spec, buckets, memory.num_blocks, graph_mode))
+        check_key(spec.cache, key | late_key(spec, buckets, memory, graph_mode))
         directory = spec.own_folder(load(spec.cache) / PROGRAMS_NAME)
         # A cache for CUDA-graph trees has no programs: the trees compile from the compiler's own caches.
         saved = directory if directory.is_dir() else None
@@ -199,6 +201,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
         )
     arguments = (spec.model_shard, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
     target = FAMILIES[spec.model.family].target(*arguments)
@@ -219,6 +222,7 @@ def _load(
             world=spec.world,
             prompt_rows=spec.prompt_rows,
             allow_extra=spec.config.allow_extra_tensors,
+            lora=spec.config.lora,
             # The check adds a third to a load from the page cache on a CPU, and a 25th on a GPU.
             is_checked=spec.device.type == "cuda" or spec.config.check_weights,
             progress=None if progress is None else partial(progress, "weights"),
@@ -253,7 +257,7 @@ def _allocate_draft(spec: EngineSpec, formats: Formats) -> DraftModel:
 @torch.no_grad()
 def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft: DraftModel | None) -> Step:
     config, model, device = spec.config, spec.model_shard, spec.device
-    slots, block_size, mtp_step = config.max_batch + SPARE_SLOTS, config.block_size, spec.mtp_step
+    slots, block_size, mtp_step = memory.num_state_rows, config.block_size, spec.mtp_step
     # Before the caches are allocated: making the head takes more memory than the head itself.
     draft_head = spec.drafts.make_head(target.head_rows, device)
     kv_cache = KVCache(
@@ -285,16 +289,21 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     )
 
 
-def _row_unit(spec: EngineSpec, target: TargetModel) -> int:
+def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
+    """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
+    unit = _row_unit(spec, target, max_batch)
+    return ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
+
+
+def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     """The number of rows whose multiples are batch sizes at which a row's bits do not depend on the others.
 
     Warns where none is found.
     """
     if spec.device.type == "cuda":
         return 1
-    config = spec.config
     units = (1, 2, 4, 8)
-    each = [ladders(unit, spec.shapes, config.max_batch, config.batch_sizes) for unit in units]
+    each = [ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
     if target.head_codes is None:
@@ -316,7 +325,7 @@ def _free_bytes(spec: EngineSpec) -> int:
     if spec.device.type == "cuda":
         # torch holds on to memory that loading no longer uses, such as linears before their FP8 copies.
         torch.cuda.empty_cache()
-        return spec.agree(torch.cuda.mem_get_info(spec.device)[0])
+        return spec.agree(free_device_bytes(spec.device))
     return _host_bytes(spec)
 
 

@@ -15,6 +15,7 @@ from compiled_mtp.graphs.artifacts import machine_key, source_digest
 from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED
+from compiled_mtp.runner.memory import MemoryPlan
 from compiled_mtp.runner.spec import EngineSpec
 
 _IMPORTED = re.compile(r"^ *(?:from|import) compiled_mtp\.(\w+)", re.MULTILINE)
@@ -37,11 +38,12 @@ def early_key(spec: EngineSpec) -> dict[str, Any]:
 
 
 def late_key(
-    spec: EngineSpec, buckets: Iterable[Bucket], num_blocks: int, graph_mode: GraphMode | None
+    spec: EngineSpec, buckets: Iterable[Bucket], memory: MemoryPlan, graph_mode: GraphMode | None
 ) -> dict[str, Any]:
-    """The part of the key that follows from the weights: batch sizes, number of blocks, graph mode."""
+    """The part of the key that follows from the weights: batches, number of blocks, graph mode."""
     sizes = [bucket.groups for bucket in buckets]
-    key: dict[str, Any] = {"batch_sizes": sizes, "num_blocks": num_blocks}
+    key: dict[str, Any] = {"max_batch": memory.max_batch, "batch_sizes": sizes}
+    key["num_blocks"] = memory.num_blocks
     return key | ({"graph_mode": graph_mode} if spec.device.type == "cuda" else {})
 
 

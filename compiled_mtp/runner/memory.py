@@ -9,8 +9,9 @@ from compiled_mtp.cache.host_tier import blocks_in_segment
 from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES
 from compiled_mtp.cache.slot_state import sampling_bytes
 from compiled_mtp.cache.state_cache import ring_length
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import DEFAULT_BATCH, DEFAULT_GPU_BATCH, EngineConfig
 from compiled_mtp.graphs.artifacts import read_key
+from compiled_mtp.graphs.buckets import prompt_chunk_limit
 from compiled_mtp.ops.paged_attention.splits import count_splits
 from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 # The share in the host's free memory of offloaded requests, and as much again of the prefix cache's host
 # tier, where the config gives no number.
 _OFFLOAD_SHARE = 0.1
+# Tokens of each request for which the default max_batch leaves room.
+_TOKENS_EACH = 4096
 # Tokens of a prompt per state snapshot in the host tier of the prefix cache, at least.
 _PREFIX_HOST_TOKENS = 512
 _INT32_BYTES = 4
@@ -111,6 +114,11 @@ class MemoryPlan:
     prefix_host_blocks: int = 0
 
     @property
+    def max_batch(self) -> int:
+        """The most requests decoded together: one for each state row that is not spare."""
+        return self.num_state_rows - SPARE_SLOTS
+
+    @property
     def total_bytes(self) -> int:
         """Bytes that the engine takes on the device besides the weights and a launch's temporary buffers.
 
@@ -122,20 +130,67 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """The plan as one line of a log."""
-        counts = f"{self.num_blocks - 1} blocks, {self.num_state_rows - SPARE_SLOTS} slots"
+        counts = f"{self.num_blocks - 1} blocks, {self.max_batch} slots"
         others = f"{self.num_snapshots} state snapshots and other buffers"
         return f"{self.total_bytes >> 20} MiB for {counts}, {others}"
 
 
+def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
+    """Return the config's max_batch, or its default: that of the graph_cache, or what the device's free_bytes
+    hold."""
+    config = spec.config
+    if config.max_batch is not None:
+        return config.max_batch
+    if spec.cache is not None:
+        return int(read_key(spec.cache)["max_batch"])
+    least = max(DEFAULT_BATCH, *(config.batch_sizes or ()), 0)
+    if spec.device.type == "cpu":
+        return least
+    fits = default_max_batch(
+        int(free_bytes * config.memory_utilization),
+        cache_shape(spec),
+        block_size=config.block_size,
+        max_model_len=spec.max_model_len,
+        num_blocks=config.num_blocks,
+    )
+    return max(fits, least)
+
+
+def default_max_batch(
+    free_bytes: int, shape: CacheShape, *, block_size: int, max_model_len: int, num_blocks: int | None = None
+) -> int:
+    """Return the largest of 32, 16 and 8 requests whose caches fit into `free_bytes`; 8 if none does.
+
+    Each request counts with a state row and the blocks of _TOKENS_EACH tokens, or of max_model_len if that is
+    less; num_blocks replaces the blocks of all. State snapshots keep their default share.
+    """
+    room = free_bytes - min(_DEFAULT_PREFIX_CACHE_BYTES, int(free_bytes * _PREFIX_CACHE_SHARE))
+    blocks_each = -(-min(max_model_len, _TOKENS_EACH) // block_size)
+    batch = DEFAULT_GPU_BATCH
+    while batch > DEFAULT_BATCH:
+        blocks = num_blocks or batch * blocks_each + 1
+        rows_bytes = (batch + SPARE_SLOTS) * shape.state_row_bytes()
+        if rows_bytes + blocks * shape.block_bytes(block_size) <= room:
+            break
+        batch //= 2
+    return batch
+
+
 def resolve_memory(
-    spec: EngineSpec, *, free_bytes: int, host_bytes: int, draft_head_bytes: int, most_rows: int
+    spec: EngineSpec,
+    *,
+    free_bytes: int,
+    host_bytes: int,
+    draft_head_bytes: int,
+    max_batch: int,
+    most_rows: int,
 ) -> MemoryPlan:
     """Return the caches that fit into the device's free_bytes and the host's host_bytes.
 
     Both are this rank's share, the same number on every rank. The device also holds a draft head of
     draft_head_bytes, a slice of a prompt's logits, deferred draft inputs, and buffers that grow with the
-    longest request. most_rows: rows of the largest round. Raises ValueError as `plan_memory` and
-    `plan_host_memory` do.
+    longest request. max_batch: of `resolve_max_batch`; most_rows: rows of the largest round. Raises
+    ValueError as `plan_memory` and `plan_host_memory` do.
     """
     config, is_cpu = spec.config, spec.device.type == "cpu"
     shape = cache_shape(spec)
@@ -143,7 +198,7 @@ def resolve_memory(
     cached = None if spec.cache is None else read_key(spec.cache).get("num_blocks")
     other_bytes = draft_head_bytes + SLICE_ROWS * spec.model_shard.vocab_size * _FLOAT32_BYTES
     # The deferred draft inputs.
-    other_bytes += (config.max_batch + SPARE_SLOTS) * (spec.mtp_step + 1) * shape.hidden_bytes
+    other_bytes += (max_batch + SPARE_SLOTS) * (spec.mtp_step + 1) * shape.hidden_bytes
     other_bytes += vision_bytes(spec)
     offload_bytes = 0
     if not is_cpu:
@@ -162,13 +217,13 @@ def resolve_memory(
         int(free_bytes * config.memory_utilization),
         shape,
         block_size=config.block_size,
-        max_batch=config.max_batch,
+        max_batch=max_batch,
         max_model_len=spec.max_model_len,
         num_blocks=num_blocks,
         prefix_cache_bytes=prefix_cache_bytes(config, spec.world if is_cpu else 1),
         blocks_per_chunk=config.resume_step // config.block_size,
         host_bytes=offload_bytes,
-        other_bytes=other_bytes + length_bytes(spec, longest, most_rows),
+        other_bytes=other_bytes + length_bytes(spec, longest, max_batch, most_rows),
     )
     if memory.max_model_len < spec.max_model_len:
         text = "a request ends after %d tokens instead of %d: %d blocks of %d tokens hold no more"
@@ -180,7 +235,7 @@ def resolve_memory(
 def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
     """The limits of the engine's scheduler."""
     return Limits(
-        max_batch=spec.config.max_batch,
+        max_batch=memory.max_batch,
         num_blocks=memory.num_blocks,
         block_size=spec.config.block_size,
         # The scheduler itself refuses prompts that all blocks cannot hold.
@@ -197,7 +252,7 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         prefix_step=spec.config.resume_step,
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
-        max_prompt_chunks=spec.max_prompt_chunks,
+        max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
         tower=spec.tower,
     )
 
@@ -402,13 +457,13 @@ def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
     return offload + (max(shape.snapshot_bytes(), segment) if config.prefix_cache else 0)
 
 
-def length_bytes(spec: EngineSpec, longest: int, most_rows: int) -> int:
+def length_bytes(spec: EngineSpec, longest: int, max_batch: int, most_rows: int) -> int:
     """Bytes of what grows with the longest request: rotary table, block tables, and on a GPU the partial
     results of attention's splits for most_rows rows, which the layers use one after another.
     """
     config, model = spec.config, spec.model_shard
     tables = longest * model.rotary_dim * _FLOAT32_BYTES
-    tables += (config.max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * _INT32_BYTES
+    tables += (max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * _INT32_BYTES
     if spec.device.type == "cpu":
         return tables
     partials = count_splits(longest) * most_rows * model.num_q_heads

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.errors import check
 from compiled_mtp.ops.row_logprobs import RowLogprobs as DeviceRowLogprobs
-from compiled_mtp.plan import Release, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import SPARE_SLOTS, Release, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
-from compiled_mtp.runner.assemble import Fill, Progress, build
+from compiled_mtp.runner.assemble import Fill, Progress, build, make_buckets
 from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.spec import EngineSpec
+from compiled_mtp.runner.weight_updates import WeightSource, WeightUpdate, check_update, replace_weights
 from compiled_mtp.step_output import StepOutput, pack_logprobs, split_logprobs
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Runner:
         self.spec = spec
         parts = build(spec, progress, fill, save_to)
         self.memory, self.step, self.programs, self.moves, self.later, self.encoder = parts
+        self._progress = progress
         self.waited_s = 0.0
         # Plans whose launch has succeeded so far.
         self.num_launched = 0
@@ -67,8 +70,9 @@ class Runner:
 
     def cache_key(self) -> dict[str, Any]:
         """The key of a graph_cache with these programs."""
-        programs, num_blocks = self.programs, self.memory.num_blocks
-        return early_key(self.spec) | late_key(self.spec, programs.buckets, num_blocks, programs.graph_mode)
+        programs = self.programs
+        late = late_key(self.spec, programs.buckets, self.memory, programs.graph_mode)
+        return early_key(self.spec) | late
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
         """Launch `plan`, if any; return the oldest unread result if more than max_in_flight are unread.
@@ -120,6 +124,24 @@ class Runner:
         self._is_wait_due = True
         self.moves.wait()
         self._is_wait_due = False
+
+    def check_update(self, source: WeightSource) -> WeightUpdate:
+        """Return new weights that fit these; raises ValueError as `weight_updates.check_update` does."""
+        return check_update(self.spec, source)
+
+    def replace_weights(self, update: WeightUpdate) -> None:
+        """Replace the weights between two launches, none of which may be unread, and derive the others."""
+        assert not self._launches
+        self._enter_device()
+        replace_weights(self.spec, self.step, update, self._progress)
+        max_batch = self.memory.num_state_rows - SPARE_SLOTS
+        rule = "keep their rows' bits at the batch sizes of the engine's programs"
+        is_kept = make_buckets(self.spec, self.step.target, max_batch) == self.programs.buckets
+        check(is_kept, "weights", rule, "products that this CPU packs otherwise", "make another engine")
+
+    def replace_from(self, path: Path) -> None:
+        """Check and replace the weights by those in `path`, which rank 0 has checked already."""
+        self.replace_weights(self.check_update(path))
 
     def check(self) -> None:
         """Raise the error that has ended the runner between two calls, if any; callable from any thread."""

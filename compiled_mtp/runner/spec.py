@@ -14,7 +14,7 @@ from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
-from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 from compiled_mtp.models.catalogue import read_stored
@@ -111,11 +111,6 @@ class EngineSpec:
         return tuple(depth for depth in depths if depth != first_depth(depths))
 
     @property
-    def max_prompt_chunks(self) -> int:
-        """The most prompts of a launch."""
-        return prompt_chunk_limit(self.prefill_chunk, self.config.max_batch)
-
-    @property
     def tower(self) -> TowerCost | None:
         """What a slice of the vision tower may cost: as much as a prompt chunk while rounds wait."""
         vision = self.model.vision
@@ -176,6 +171,8 @@ def resolve(
     is_checkpoint: weights come from the checkpoint's files, whose headers are read. Changes nothing in the
     process; `apply` does. Raises ValueError for settings that do not fit the model or the device.
     """
+    rule, remedy = "be left out for weights that come from no file", "leave it out"
+    check(is_checkpoint or config.lora is None, "lora", rule, config.lora, remedy)
     device = resolve_device(config.device)
     kind, path = device.type, config.model if is_checkpoint else None
     dtype = getattr(torch, config.resolve_dtype(kind, model))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_mtp.plan import RowLogprobs
-from compiled_mtp.sampling.params import LogprobsMode
+from compiled_mtp.sampling.parameter_checks import LogprobsMode
 
 
 class TopLogprob(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from compiled_mtp.errors import escape, quote
-from compiled_mtp.sampling import params
+from compiled_mtp.sampling import parameter_checks as checks
 
 # Fields that a checkpoint's generation_config.json may set, under the same names.
 _GENERATION_FIELDS = (
@@ -139,7 +139,7 @@ class SamplingParams(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, fields: Any) -> Any:
-        params.check_names(fields, list(cls.model_fields))
+        checks.check_names(fields, list(cls.model_fields))
         # Python takes True for the number 1; a caller who passes it here has mistaken the field.
         for name, value in fields.items():
             several = value if isinstance(value, (list, tuple)) else (value,)
@@ -162,24 +162,24 @@ class SamplingParams(BaseModel):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_bias(cls, value: Any) -> Any:
-        return None if value is None else params.logit_bias(value)
+        return None if value is None else checks.logit_bias(value)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, is_met, rule, remedy in _rules(self):
             if not is_met:
                 raise ValueError(f"{name} must {rule}, got {quote(getattr(self, name))}; {remedy}")
-        params.penalty("presence_penalty", self.presence_penalty)
-        params.penalty("frequency_penalty", self.frequency_penalty)
-        params.repetition_penalty(self.repetition_penalty)
-        params.min_tokens(self.min_tokens, self.max_tokens)
-        params.allowed_token_ids(self.allowed_token_ids)
-        params.bad_words(self.bad_words)
-        params.stop_token_ids(self.stop_token_ids)
-        params.num_choices(self.n, self.temperature)
-        params.logprobs("logprobs", self.logprobs)
-        params.logprobs("prompt_logprobs", self.prompt_logprobs)
-        params.only_one_grammar(self.__dict__)
+        checks.penalty("presence_penalty", self.presence_penalty)
+        checks.penalty("frequency_penalty", self.frequency_penalty)
+        checks.repetition_penalty(self.repetition_penalty)
+        checks.min_tokens(self.min_tokens, self.max_tokens)
+        checks.allowed_token_ids(self.allowed_token_ids)
+        checks.bad_words(self.bad_words)
+        checks.stop_token_ids(self.stop_token_ids)
+        checks.num_choices(self.n, self.temperature)
+        checks.logprobs("logprobs", self.logprobs)
+        checks.logprobs("prompt_logprobs", self.prompt_logprobs)
+        checks.only_one_grammar(self.__dict__)
         return self
 
     def with_defaults(self, generation_defaults: Mapping[str, Any]) -> SamplingParams:

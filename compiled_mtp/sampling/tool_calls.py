@@ -14,6 +14,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from compiled_mtp.errors import escape
+from compiled_mtp.sampling.call_arguments import (
+    NOTES,
+    alternatives,
+    is_listed,
+    is_raw,
+    listed,
+    parameter_schema,
+)
 from compiled_mtp.sampling.grammar_source import (
     GrammarSource,
     Schema,
@@ -22,7 +30,6 @@ from compiled_mtp.sampling.grammar_source import (
     json_rule,
     regex_terminal,
 )
-from compiled_mtp.sampling.parameters import NOTES, alternatives, is_listed, is_raw, listed, parameter_schema
 from compiled_mtp.sampling.schema_types import check_types, with_null_types
 from compiled_mtp.sampling.string_schemas import string_regexes
 

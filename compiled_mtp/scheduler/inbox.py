@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from compiled_mtp.errors import quote
 from compiled_mtp.request import Request, derive_seed
-from compiled_mtp.sampling.params import choice_seed
+from compiled_mtp.sampling.parameter_checks import choice_seed
 from compiled_mtp.scheduler import Scheduler
 
 

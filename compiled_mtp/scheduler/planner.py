@@ -181,6 +181,22 @@ class Planner:
         self.resources.prefix.prefix_host.cancel_copies(copy_ids)
         self.look_again()
 
+    def hold_new(self) -> list[ScheduledRequest]:
+        """Take the requests that no launch has begun out of the waiting queue; return them for `enter`."""
+        held = [
+            one
+            for one in self.waiting_queue
+            if one.phase is RequestPhase.WAITING and not one.request.output_token_ids
+        ]
+        for scheduled in held:
+            self.waiting_queue.discard(scheduled)
+        return held
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether results of launches are still unread."""
+        return bool(self._unread)
+
     def leave(self, scheduled: ScheduledRequest) -> None:
         """Plan nothing more for a request that ends."""
         self.waiting_queue.discard(scheduled)

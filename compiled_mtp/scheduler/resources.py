@@ -165,6 +165,11 @@ class Resources:
         self._kept: list[ScheduledRequest] = []
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no request owns a slot, is moved, or has ended while a copy uses what it held."""
+        return not (self.owners or self.moving or self._kept)
+
+    @property
     def has_slot(self) -> bool:
         """Whether a slot is free."""
         return bool(self._free_slots)

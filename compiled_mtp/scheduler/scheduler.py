@@ -98,6 +98,34 @@ class Scheduler:
         self.forget(tuple(self._live))
         self._outputs = []
 
+    def hold_new(self) -> Collection[ScheduledRequest]:
+        """Admit none of the requests that wait and have no token; return them for `release_new`."""
+        return self._planner.hold_new()
+
+    def release_new(self, held: Collection[ScheduledRequest]) -> None:
+        """Admit requests again that `hold_new` returned, unless they have ended."""
+        for scheduled in held:
+            if scheduled.phase is RequestPhase.WAITING and scheduled.request.request_id in self._live:
+                self._planner.enter(scheduled)
+
+    def end_begun(self, held: Collection[ScheduledRequest], error: str) -> None:
+        """End every request that is not `held`, with finish_reason "abort" and this error."""
+        kept = set(map(id, held))
+        for choices in list(self._live.values()):
+            for scheduled in [one for one in choices if id(one) not in kept]:
+                self._end(scheduled, "abort", error)
+
+    def is_idle(self, held: Collection[ScheduledRequest]) -> bool:
+        """Whether no launch is unread, no copy is under way, and only `held` requests are live."""
+        num_live = sum(map(len, self._live.values()))
+        num_held = sum(one.phase is RequestPhase.WAITING for one in held)
+        return num_live == num_held and self._resources.is_idle and not self._planner.has_unread
+
+    def drop_prefixes(self) -> None:
+        """Forget every cached prefix; no request may own a slot, and no copy be under way."""
+        assert self._resources.is_idle
+        self._resources.reset()
+
     def recover(self, error: str) -> None:
         """Rebuild all bookkeeping after a step that an interrupt (Ctrl-C) stopped at any point.
 

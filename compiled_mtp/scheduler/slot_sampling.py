@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compiled_mtp.plan import SlotSampling
 from compiled_mtp.request import Request
-from compiled_mtp.sampling.params import allowed_token_ids
+from compiled_mtp.sampling.parameter_checks import allowed_token_ids
 
 # The largest int32; as a top_k it keeps every token, like any number above the vocabulary's size.
 _MOST_TOP_K = 2**31 - 1

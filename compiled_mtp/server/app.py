@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from compiled_mtp.server.anthropic import AnthropicHandlers, CountBody, MessagesBody
@@ -25,7 +26,10 @@ from compiled_mtp.server.auth import App, AuthMiddleware, Message, Receive, Scop
 from compiled_mtp.server.errors import ApiError, api_of
 from compiled_mtp.server.generation import Service
 from compiled_mtp.server.openai import OpenAIHandlers
-from compiled_mtp.server.openai_models import ChatBody, CompletionBody, TokenizeBody
+from compiled_mtp.server.openai_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from compiled_mtp.server.own_endpoints import OwnHandlers
+from compiled_mtp.server.responses import ResponsesHandlers
+from compiled_mtp.server.responses_models import ResponsesBody
 from compiled_mtp.server.sse import ClientGoneError
 from compiled_mtp.server.static import add_page
 
@@ -35,8 +39,10 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
+    "/v1/responses": ResponsesBody,
 }
 _REFS = "#/components/schemas/{model}"
 
@@ -68,6 +74,15 @@ def create_app(service: Service) -> FastAPI:
     _add_routes(app, service)
     add_page(app)
     app.add_middleware(AuthMiddleware, config=service.config)
+    if service.config.allowed_origins:
+        # Outside the auth middleware: a browser's preflight request carries no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(_AccessLog, service=service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -75,21 +90,16 @@ def create_app(service: Service) -> FastAPI:
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     openai, anthropic = OpenAIHandlers(service), AnthropicHandlers(service)
-
-    async def health() -> Response:
-        status = service.engine.status
-        return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
-
-    async def metrics() -> Response:
-        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
-
+    responses, own = ResponsesHandlers(service), OwnHandlers(service)
     posts: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/completions": openai.completions,
         "/v1/chat/completions": openai.chat,
         "/tokenize": openai.tokenize,
+        "/detokenize": own.detokenize,
+        "/v1/embeddings": own.embeddings,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
-        "/v1/responses": openai.responses,
+        "/v1/responses": responses.create,
     }
     for path, handler in posts.items():
         extra = None
@@ -101,13 +111,17 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     gets: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/models": openai.models,
         "/v1/models/{name:path}": openai.model,
-        "/health": health,
-        "/metrics": metrics,
+        "/v1/responses/{response_id}": responses.retrieve,
+        "/health": own.health,
+        "/metrics": own.metrics,
+        "/version": own.version,
     }
     for path, handler in gets.items():
         app.add_api_route(path, handler, methods=["GET"], response_model=None)
         # HEAD has its own route: a route of two methods would be in the document twice under one id.
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+    path = "/v1/responses/{response_id}"
+    app.add_api_route(path, responses.delete, methods=["DELETE"], response_model=None)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from compiled_mtp.config import SERVER_ENV_PREFIX, split_at_commas, unknown_variables
 from compiled_mtp.errors import remedy_of, rule_of
 
 _Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
+_ORIGIN = re.compile(r"https?://[^/\s,]+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 # The key file may be a device without an end.
 _MOST_KEY_CHARACTERS = 2**20
@@ -42,8 +44,13 @@ class ServerConfig(BaseSettings):
     )
     allowed_hosts: _Names = Field(
         default=(),
-        description="names under which clients may reach this server, separated by commas, * for any; "
-        "default: the loopback's names and `host`",
+        description="names under which clients may reach this server besides the loopback's, separated by "
+        "commas, * for any; default: `host`",
+    )
+    allowed_origins: _Names = Field(
+        default=(),
+        description="origins of web pages that may call this server (CORS), such as https://app.example.org, "
+        "separated by commas, * for any; default: the server's own page only",
     )
     max_body_bytes: int = Field(default=8 * 2**20, ge=1, description="bytes of a request's body")
     header_timeout_s: float = Field(default=10.0, gt=0, description="seconds for a request's headers")
@@ -51,7 +58,7 @@ class ServerConfig(BaseSettings):
     write_timeout_s: float = Field(
         default=30.0, gt=0, description="seconds without a read by the client while its connection is full"
     )
-    keep_alive_timeout_s: int = Field(
+    keep_alive_s: int = Field(
         # Proxies keep a connection idle for up to 60 s, and the server must not close it before they do.
         default=75,
         ge=1,
@@ -86,7 +93,18 @@ class ServerConfig(BaseSettings):
     max_stop_chars: int = Field(default=256, ge=1, description="characters of a stop string")
     max_bias: int = Field(default=1024, ge=0, description="ids of logit_bias, and of stop_token_ids")
     max_schema_bytes: int = Field(
-        default=64 * 1024, ge=2, description="bytes of response_format, and of tools"
+        default=64 * 1024, ge=2, description="bytes of response_format, and of every other grammar"
+    )
+    max_tools_bytes: int = Field(
+        # Coding agents send 70 kB.
+        default=512 * 1024,
+        ge=2,
+        description="bytes of tools",
+    )
+    max_stored_bytes: int = Field(
+        default=64 * 2**20,
+        ge=0,
+        description="bytes of the answers of /v1/responses that clients may continue, 0 to store none",
     )
     template_kwargs: _Names = Field(
         default=("enable_thinking", "preserve_thinking"),
@@ -95,7 +113,24 @@ class ServerConfig(BaseSettings):
     strict_fields: bool = Field(
         default=False, description="refuse the fields of a request that the service does not read"
     )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="the least level of lines in the log; info has a line per request"
+    )
+    log_format: Literal["auto", "text", "json"] = Field(
+        default="auto", description="form of the log's lines: auto for text in a terminal, json elsewhere"
+    )
     log_prompts: bool = Field(default=False, description="write prompts into the log")
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ValueError(
+                    f"allowed_origins must be * or origins as https://app.example.org:8443, got {origin!r}; "
+                    "leave out paths and the final slash"
+                )
+        return value
 
     def __init__(self, **values: Any) -> None:
         known = sorted(type(self).model_fields)
@@ -145,19 +180,25 @@ class ServerConfig(BaseSettings):
         return tuple(found)
 
     def hosts(self) -> frozenset[str]:
-        """Return the names, in lower case, that a Host header may hold; `*` allows any name."""
-        own = (*LOOPBACK_NAMES, self.host)
-        return frozenset(name.lower().strip("[]") for name in (self.allowed_hosts or own))
+        """Return the names, in lower case, that a Host header may hold; `*` allows any name.
+
+        The loopback's are always allowed: probes on the same machine use them, and a web page of another name
+        cannot make a browser send them.
+        """
+        names = (*LOOPBACK_NAMES, *(self.allowed_hosts or (self.host,)))
+        return frozenset(name.lower().strip("[]") for name in names)
 
     def _check_access(self) -> None:
         if is_loopback(self.host):
             return
+        needs_names = self.host in ("0.0.0.0", "::") and not self.allowed_hosts
         if not self.read_keys() and not self.allow_anyone:
+            also = ", and list the server's names in allowed_hosts" if needs_names else ""
             raise ValueError(
                 f"host must be this machine's own without a key, got {self.host}; set "
-                f"{SERVER_ENV_PREFIX}API_KEY or api_key_file, or allow_anyone"
+                f"{SERVER_ENV_PREFIX}API_KEY or api_key_file, or allow_anyone{also}"
             )
-        if self.host in ("0.0.0.0", "::") and not self.allowed_hosts:
+        if needs_names:
             raise ValueError(
                 f"allowed_hosts must name this server for every address, got none with host {self.host}; "
                 "list its names, or * for any"
@@ -173,6 +214,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _explain(problem: Any) -> str:
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
     name = ".".join(str(part) for part in problem["loc"]) or "config"
     if problem["type"] == "extra_forbidden":
         return f"config must name settings only, got {name}; known are {sorted(ServerConfig.model_fields)}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from compiled_mtp.sampling.params import REFUSED
+from compiled_mtp.sampling.parameter_checks import REFUSED
 
 UNKNOWN_FIELD = "unknown_field"
 UNREAD_FIELD = "unread_field"
@@ -43,6 +43,24 @@ class Unread:
             remedy = REFUSED.get(info.field_name or "", "leave it out")
             raise PydanticCustomError(UNREAD_FIELD, "must be another", {"rule": rule, "remedy": remedy})
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class Refused:
+    """Marks a field of the API that the service does not have: it must be null. `remedy` says what to do."""
+
+    remedy: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], CoreSchema]) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        return {"type": "null"}
+
+    def _check(self, value: Any) -> None:
+        if value is not None:
+            context = {"rule": "be left out", "remedy": self.remedy}
+            raise PydanticCustomError(UNREAD_FIELD, "must be left out", context)
 
 
 # A field that clients send by default, and that has no effect.

@@ -17,7 +17,7 @@ from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowRe
 from compiled_mtp.frontend.reasoning import ReasoningTokens
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestOutput, SamplingParams
-from compiled_mtp.sampling.params import MAX_BAD_WORDS, REFUSED
+from compiled_mtp.sampling.parameter_checks import MAX_BAD_WORDS, REFUSED
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, param_of, refusal
 from compiled_mtp.server.fields import UNKNOWN_FIELD, UNREAD_FIELD
@@ -231,7 +231,8 @@ def check_limits(
     ]
     for name, schema in schemas.items():
         size = 0 if schema is None else len(json.dumps(schema).encode())
-        rules.append((name, size, config.max_schema_bytes, "bytes"))
+        most = config.max_tools_bytes if name == "tools" else config.max_schema_bytes
+        rules.append((name, size, most, "bytes"))
     for name, got, most, unit in rules:
         if got > most:
             raise ApiError(400, f"{name} must have at most {most} {unit}, got {got}; send fewer", param=name)

@@ -187,14 +187,6 @@ class OpenAIHandlers:
         answer = _Answer(body, "chatcmpl", "chat.completion", Usage(_count([prompt])), self._service)
         return await self._respond(request, answer, choices, streams)
 
-    async def responses(self) -> Response:
-        """POST /v1/responses: refuse it and name the endpoint to use; some clients try it first."""
-        raise ApiError(
-            404,
-            "/v1/responses must not be called, it is not in this version; use /v1/chat/completions",
-            code="unsupported_endpoint",
-        )
-
     async def _respond(
         self, request: Request, answer: _Answer, choices: list[_Choice], streams: list[Stream]
     ) -> Response:
@@ -236,7 +228,8 @@ class OpenAIHandlers:
         forced = body.tool_choice if body.tool_choice not in ("auto", "none") else None
         tools = _dumped(body.tools)
         if forced is not None:
-            fields["tools"] = tools
+            # A forced call leaves no text that could have a format.
+            fields |= {"tools": tools, "response_format": None}
         return self._params(
             body,
             shown_tools=tools,
@@ -478,7 +471,7 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments_of(
+                        "arguments": arguments_of(
                             call.function.arguments, f"messages.{index}.tool_calls.{i}.function.arguments"
                         ),
                     },
@@ -493,7 +486,8 @@ def _dumped(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return [tool.model_dump() for tool in tools] if tools else None
 
 
-def _arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+def arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object. Raises ApiError (400) that names `param`."""
     if isinstance(arguments, dict):
         return arguments
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Unread
@@ -152,10 +152,16 @@ class ToolCall(Body):
 
 # input_text and output_text are the Responses API's types of text.
 _TEXT_KINDS = ("text", "input_text", "output_text")
+# input_image is the Responses API's.
+_IMAGE_KINDS = ("image_url", "input_image")
+
+
+def _as_image_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
 
 
 def _check_kind(kind: str) -> str:
-    if kind not in (*_TEXT_KINDS, "image_url"):
+    if kind not in (*_TEXT_KINDS, *_IMAGE_KINDS):
         context = {"rule": "be text or image_url", "remedy": "other media are not in this version"}
         raise PydanticCustomError(UNREAD_FIELD, "must be text or image_url", context)
     return kind
@@ -173,7 +179,8 @@ class ContentPart(Body):
 
     type: Annotated[str, AfterValidator(_check_kind)]
     text: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: Annotated[ImageUrl | None, BeforeValidator(_as_image_url)] = None
+    detail: Ignored = None
     annotations: Ignored = None
     cache_control: Ignored = None
     logprobs: Ignored = None
@@ -187,9 +194,14 @@ class ContentPart(Body):
             raise PydanticCustomError(UNREAD_FIELD, f"must have {name}", context)
         return self
 
+    @property
+    def is_image(self) -> bool:
+        """Whether the part is an image."""
+        return self.type in _IMAGE_KINDS
+
     def to_template(self) -> dict[str, Any]:
         """Return the part as chat templates read it."""
-        if self.image_url is None:
+        if not self.is_image or self.image_url is None:
             return {"type": "text", "text": self.text}
         return {"type": "image_url", "image_url": {"url": self.image_url.url}}
 
@@ -264,6 +276,13 @@ class ChatBody(SamplingBody):
     function_call: Annotated[Any, Unread(("none", "auto"))] = None
     add_generation_prompt: Annotated[Any, Unread((True,))] = None
     continue_final_message: Annotated[Any, Unread((False,))] = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
 
 
 class TokenizeBody(Body):

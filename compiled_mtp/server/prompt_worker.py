@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from compiled_mtp.frontend.image_prompts import place_images, prepare_images, split_chat
@@ -89,11 +90,11 @@ def read_image(fields: Mapping[str, Any]) -> PreparedImage:
     return PreparedImage(fields["rows"], fields["columns"], pixels, digest)
 
 
-def main(path: str, limits: Limits) -> None:
-    """Answer jobs until standard input ends."""
+def main(path: str, limits: Limits, chat_template: str) -> None:
+    """Answer jobs until standard input ends. chat_template: as of `Tokenizer`, "" for None."""
     _limit_memory()
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(path, Path(chat_template) if chat_template else None)
     _write(sink, {"ready": True})
     while (frame := _read(source)) is not None:
         try:

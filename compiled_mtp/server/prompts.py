@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parents[2]
 _CODE = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
     "from compiled_mtp.server.prompt_worker import main, read_limits; "
-    "main(sys.argv[1], read_limits(sys.argv[2]))"
+    "main(sys.argv[1], read_limits(sys.argv[2]), sys.argv[3])"
 )
 
 
@@ -37,16 +37,25 @@ class Prompt:
 
 
 class PromptPool:
-    """`num_workers` processes that render, tokenise and decode images, for the checkpoint at `path`.
+    """`num_workers` processes that render, tokenise and decode images, for the checkpoint at `path`, and with
+    the chat template of the file `chat_template` instead of the checkpoint's, if it is given.
 
     Used from one event loop. If a job takes more than `timeout_s` seconds, the pool kills its process and
     starts another. At most `max_waiting` jobs wait for a process.
     """
 
     def __init__(
-        self, path: Path, *, num_workers: int, timeout_s: float, limits: Limits, max_waiting: int = 128
+        self,
+        path: Path,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        limits: Limits,
+        max_waiting: int = 128,
+        chat_template: Path | None = None,
     ) -> None:
         self._path = path
+        self._chat_template = chat_template
         self._timeout_s = timeout_s
         self._limits = limits
         self.max_waiting = max_waiting
@@ -159,6 +168,7 @@ class PromptPool:
             _CODE,
             str(self._path),
             self._limits.to_json(),
+            "" if self._chat_template is None else str(self._chat_template),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # Keeps Ctrl-C from the workers: the server ends them itself.

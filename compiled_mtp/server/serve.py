@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -33,19 +31,36 @@ from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import ServedEngine, Service
+from compiled_mtp.server.log import start_log
 from compiled_mtp.server.media import MediaLoader
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompt_worker import Limits
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.terminal.console import EXIT_OK, Interrupts, run_command
-from compiled_mtp.terminal.flags import Parser, add_fields, given
+from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
 
 logger = logging.getLogger("compiled_mtp.server")
 
 # Not flags: other users of the machine can read them.
 _SECRET = ("api_key",)
+# The flags of ServerConfig that --help shows.
+_COMMON = (
+    "host",
+    "port",
+    "served_model_name",
+    "api_key_file",
+    "allow_anyone",
+    "allowed_hosts",
+    "allowed_origins",
+    "max_open",
+    "keep_alive_s",
+    "drain_timeout_s",
+    "log_level",
+    "log_format",
+    "log_prompts",
+)
 # How long one thread may run while another waits: Python's default, 5 ms, is as long as a fast model's step.
 _SWITCH_INTERVAL_S = 0.0005
 _PROBE = {
@@ -100,6 +115,7 @@ def assemble_service(
             timeout_s=config.prompt_timeout_s,
             limits=Limits(config.max_prompt_chars, *images),
             max_waiting=config.max_open,
+            chat_template=tokenizer.chat_template,
         ),
         media=MediaLoader(config),
         tokenizer=tokenizer,
@@ -220,7 +236,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 limit_concurrency=config.max_connections,
-                timeout_keep_alive=config.keep_alive_timeout_s,
+                timeout_keep_alive=config.keep_alive_s,
                 timeout_graceful_shutdown=5,
             )
         )
@@ -269,6 +285,9 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
     config.read_keys()
     listener = _listen(config)
     try:
+        host, port = listener.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("%s will serve %s once it is loaded", address, engine_config.model)
         with leaving():
             from compiled_mtp.engine import Engine
             from compiled_mtp.frontend.checkpoint import open_frontend
@@ -285,8 +304,6 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
             engine, frontend.tokenizer, frontend.path, engine.runner.memory.max_model_len, config, frontend
         )
         settle_interpreter()
-        host, port = listener.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("serving %s at %s (open it in a browser; Ctrl-C ends it)", list(service.names), address)
         try:
             asyncio.run(Server(service).serve([listener]))
@@ -322,10 +339,12 @@ def _listen(config: ServerConfig) -> socket.socket:
 def make_parser() -> Parser:
     """Return the parser: a flag for each field of ServerConfig, except the key, and of EngineConfig."""
     parser = Parser(
-        prog="compiled-mtp serve", description="Serve a checkpoint over OpenAI's and Anthropic's APIs."
+        prog="compiled-mtp serve",
+        usage="%(prog)s [flags]",
+        description="Serve a checkpoint over OpenAI's and Anthropic's APIs.",
     )
-    add_fields(parser, "server", ServerConfig, skip=_SECRET)
-    add_fields(parser, "engine", EngineConfig)
+    add_fields(parser, "engine", EngineConfig, common=COMMON_ENGINE)
+    add_fields(parser, "server", ServerConfig, skip=_SECRET, common=_COMMON)
     return parser
 
 
@@ -335,34 +354,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: the server served and ended. 2: a flag, the checkpoint or the port is wrong. 130 (Ctrl-C) and 143
     (SIGTERM): a signal came before the server listened.
     """
-    flags = vars(make_parser().parse_args(argv))
-    # Only warnings of other packages: torch logs counters at exit.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[_JsonLog()])
-    for name in ("compiled_mtp", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.INFO)
 
     def command(interrupts: Interrupts) -> int:
-        server_flags = given(flags, ServerConfig, skip=_SECRET)
+        flags = make_parser().read(argv)
+        server_config = ServerConfig(**given(flags, ServerConfig, skip=_SECRET))
+        start_log(server_config)
         config = EngineConfig(**given(flags, EngineConfig))
         Torchrun().check_ranks(config.tensor_parallel)
-        return serve(ServerConfig(**server_flags), config)
+        return serve(server_config, config)
 
     # run_command handles signals before and after uvicorn does.
     return run_command(command)
-
-
-class _JsonLog(logging.StreamHandler[Any]):
-    """Writes every record as one line of JSON to standard error."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a message that is a JSON object, as in the access log, becomes part of it."""
-        message = record.getMessage()
-        line: dict[str, Any] = {"level": record.levelname, "logger": record.name}
-        try:
-            found = json.loads(message)
-            line |= found if isinstance(found, dict) else {"message": message}
-        except ValueError:
-            line["message"] = message
-        if record.exc_info:
-            line["traceback"] = logging.Formatter().formatException(record.exc_info)
-        return json.dumps({"time": round(record.created, 3), **line})

@@ -14,6 +14,7 @@ _TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
 }
 FILES = (
     "index.html",
@@ -25,6 +26,11 @@ FILES = (
     "api.js",
     "card.js",
     "images.js",
+    "copy.js",
+    "markdown.js",
+    # Not ours: npm's marked 18.2.1, lib/marked.esm.js and LICENSE.
+    "marked.js",
+    "marked.license.txt",
     "panel.js",
     "rounds.js",
     "settings.js",

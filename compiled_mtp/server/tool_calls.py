@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from compiled_mtp.sampling.parameters import Parameter
+from compiled_mtp.sampling.call_arguments import Parameter
 
 CallForm = Literal["xml", "json"]
 

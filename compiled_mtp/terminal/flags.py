@@ -6,22 +6,49 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 import compiled_mtp
+from compiled_mtp.terminal.config_file import read_settings
 
 EXIT_USAGE = 2
 
 
+# The flags of EngineConfig and SamplingParams that --help shows; --help-all shows all.
+COMMON_ENGINE = (
+    "model",
+    "chat_template",
+    "offline",
+    "device",
+    "kv_dtype",
+    "mtp_step",
+    "max_batch",
+    "max_model_len",
+    "tensor_parallel",
+    "graph_cache",
+    "num_threads",
+)
+COMMON_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed")
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser with --version, whose errors are one line with a remedy; flags cannot be abbreviated."""
+    """A parser with --version, whose errors are one line with a remedy; flags cannot be abbreviated.
+
+    With `add_fields` it also has --config, and --help shows the common flags alone, --help-all every flag.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(**options, allow_abbrev=False, add_help=False)
         self._unknown: list[str] = []
+        self._rare: list[Any] = []
+        # The fields that are flags, each with the prefix of its variable.
+        self._fields: dict[str, str] = {}
+        self.add_argument("-h", "--help", action="help", help="show this help and exit")
         version = f"compiled-mtp {compiled_mtp.__version__}"
-        self.add_argument("--version", action="version", version=version)
+        described = "show the version and exit"
+        self.add_argument("--version", action="version", version=version, help=described)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; note unknown flags for `error`."""
@@ -30,6 +57,47 @@ class Parser(argparse.ArgumentParser):
         self._unknown = [f for f in flags if f.startswith("--") and f not in self._option_string_actions]
         return super().parse_known_args(words, namespace)
 
+    def read(self, argv: Sequence[str] | None) -> dict[str, Any]:
+        """Return the flags by name, and after them the environment, the settings of --config.
+
+        Raises ValueError for a file that cannot be used.
+        """
+        flags = vars(self.parse_args(argv))
+        file = flags.pop("config", None)
+        return flags if file is None else read_settings(file, self._fields) | flags
+
+    def add_rare_group(self, title: str, description: str | None) -> Any:
+        """Return a new group of flags that only --help-all shows."""
+        self._rare.append(self.add_argument_group(title, description))
+        return self._rare[-1]
+
+    def format_help(self) -> str:
+        """Return the help without the rare groups."""
+        every = self._action_groups
+        self._action_groups = [group for group in every if group not in self._rare]
+        try:
+            return super().format_help()
+        finally:
+            self._action_groups = every
+
+    def format_all(self) -> str:
+        """Return the whole help, the rare groups last."""
+        self._action_groups.sort(key=lambda group: group in self._rare)
+        return super().format_help()
+
+    def note_fields(self, names: Iterable[str], env_prefix: str) -> None:
+        """Let --config set these fields."""
+        if not self._fields:
+            self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
+            self.add_argument(
+                "--config",
+                type=Path,
+                metavar="FILE",
+                default=argparse.SUPPRESS,
+                help="a TOML or YAML file of settings by their names; flags and the environment win over it",
+            )
+        self._fields |= dict.fromkeys(names, env_prefix)
+
     def error(self, message: str) -> NoReturn:
         """End the process with one line; unknown flags come before missing ones, which they may misspell."""
         if "required" in message and self._unknown:
@@ -37,35 +105,59 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"error: {message}; --help lists the flags\n")
 
 
-def add_fields(parser: Parser, title: str, model: Any, skip: Collection[str] = ()) -> None:
-    """Add a group of flags, one for each field of the pydantic `model` except those in `skip`.
+class _HelpAll(argparse.Action):
+    """Shows every flag and ends the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help
+        )
+
+    def __call__(self, parser: Any, *_: object) -> None:
+        print(parser.format_all(), end="")
+        parser.exit()
+
+
+def add_fields(
+    parser: Parser, title: str, model: Any, skip: Collection[str] = (), common: Collection[str] = ()
+) -> None:
+    """Add flags, one for each field of the pydantic `model` except those in `skip`; those in `common` first.
 
     A flag that is not given is absent from the result, so that the model sets its default.
     """
-    group = parser.add_argument_group(title)
-    for name, info in model.model_fields.items():
-        if name in skip:
-            continue
-        described = (info.description or "").replace("%", "%%")
-        if info.default not in (None, (), "auto") and "default:" not in described:
-            # In the form in which a user writes it after the flag.
-            default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
-            described += f" (default: {default})"
-        # The models read and check strings; only containers need a type here.
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": described}
-        kinds = {get_origin(kind) or kind for kind in (info.annotation, *get_args(info.annotation))}
-        if bool in kinds:
-            options["action"] = argparse.BooleanOptionalAction
-        elif tuple in kinds:
-            options |= {"action": "append", "metavar": "X", "help": f"{described}; repeat the flag for more"}
-        elif dict in kinds and str in kinds:
-            options |= {"type": _json_or_text, "metavar": "NAME|JSON"}
-        elif dict in kinds or list in kinds:
-            options |= {"type": _json_value, "metavar": "JSON"}
-        else:
-            choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
-            options["metavar"] = "|".join(choices) or "X"
-        group.add_argument("--" + name.replace("_", "-"), **options)
+    names = [name for name in model.model_fields if name not in skip]
+    prefix = model.model_config.get("env_prefix", "")
+    parser.note_fields(names, prefix)
+    first = next(name for name in names if name in common)
+    said = f"--{first} is also the variable {prefix}{first.upper()}, and so on" if prefix else None
+    group, rare = parser.add_argument_group(title, said), parser.add_rare_group(f"more {title}", None)
+    for name in names:
+        _add_field(group if name in common else rare, name, model.model_fields[name])
+
+
+def _add_field(group: Any, name: str, info: Any) -> None:
+    described = (info.description or "").replace("%", "%%")
+    if info.default not in (None, ()) and "default:" not in described:
+        # In the form in which a user writes it after the flag.
+        default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
+        described += f" (default: {default})"
+    # The models read and check strings; only containers need a type here.
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": described}
+    kinds = {get_origin(kind) or kind for kind in (info.annotation, *get_args(info.annotation))}
+    if bool in kinds:
+        options["action"] = argparse.BooleanOptionalAction
+    elif tuple in kinds:
+        options |= {"action": "append", "metavar": "X", "help": f"{described}; repeat the flag for more"}
+    elif dict in kinds and str in kinds:
+        options |= {"type": _json_or_text, "metavar": "NAME|JSON"}
+    elif dict in kinds or list in kinds:
+        options |= {"type": _json_value, "metavar": "JSON"}
+    elif Path in kinds:
+        options["metavar"] = "PATH"
+    else:
+        choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
+        options["metavar"] = "|".join(choices) or "X"
+    group.add_argument("--" + name.replace("_", "-"), **options)
 
 
 def add_output(parser: Parser, **options: Any) -> None:

@@ -16,7 +16,8 @@ from tools.page_screenshot import open_browser, set_window
 
 @pytest.fixture(scope="session")
 def real() -> Iterator[Running]:
-    engine = Engine(EngineConfig(device="cpu"))
+    # A fixed depth: with auto a busy machine also has rounds without drafts.
+    engine = Engine(EngineConfig(device="cpu", mtp_step=3))
     with running(engine, CHECKPOINT, engine.runner.memory.max_model_len, served_model_name=()) as server:
         yield server
 

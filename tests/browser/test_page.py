@@ -40,8 +40,10 @@ def test_colours_agree_with_the_counts_of_the_engine(page: Page, real: Running) 
     label = str(page.one("#chart").get_attribute("aria-label"))
     bars = [(int(kept), int(of)) for kept, of in re.findall(r"(\d+) of (\d+) kept", label)]
     assert [kept for kept, _ in bars] == accepted
-    percents = [f"{100 * kept / of:.0f}%" for kept, of in bars]
+    # A share of fewer than four drafts says nothing.
+    percents = [f"{100 * kept / of:.0f}%" if of >= 4 else "–" for kept, of in bars]
     assert page.texts("#chart .value") == percents
+    assert page.count("#chart .bar-kept") == sum(of >= 4 for _, of in bars)
     num_rounds = page.count("#rounds li") - 1
     assert page.text("#per-round") == f"{59 / num_rounds:.2f}"
     # A round ends with one wrong draft, replaced by a token, or a bonus token; the last round may be cut.
@@ -61,6 +63,9 @@ def test_an_answer_is_walked_through_with_the_keyboard_alone(page: Page, real: R
     page.press("def f(x):", ENTER)
     page.wait_for_end()
     assert page.focused() == "prompt"
+    for name in ("Regenerate", "Copy"):
+        page.press(SHIFT, TAB)
+        assert page.run("return document.activeElement.textContent") == name
     page.press(SHIFT, TAB)
     assert page.focused().startswith("round")
     assert page.style(":focus", "outlineStyle") == "solid"

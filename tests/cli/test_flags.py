@@ -146,6 +146,6 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
 
 
 def test_help_writes_defaults_as_a_flag_takes_them() -> None:
-    text = " ".join(run.make_parser().format_help().split())
+    text = " ".join(run.make_parser().format_all().split())
     assert "0 is plain decode; default: auto, which chooses among mtp_depths as the text goes" in text
     assert "sets the size of buffers (default: 0,1,2,3,5); repeat the flag for more" in text

@@ -11,7 +11,8 @@ from gguf import GGMLQuantizationType as Type
 from compiled_mtp.cli.main import main
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models import weight_format
-from tests.checkpoints import write_checkpoint
+from tests.adapters import write_adapter
+from tests.checkpoints import YARN, write_checkpoint
 from tests.gguf_files import write_gguf
 from tests.models.stored_files import rewrite
 from tests.quantised import gptq, quantise
@@ -25,11 +26,14 @@ def lines(capsys: pytest.CaptureFixture[str], directory: Path) -> list[str]:
 
 
 def test_a_quantised_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = write_checkpoint(tmp_path / "model", "qwen3_5_moe", mtp_experts="per_expert", **SIZES)
+    directory = write_checkpoint(
+        tmp_path / "model", "qwen3_5_moe", mtp_experts="per_expert", rope=YARN, **SIZES
+    )
     quantise(directory, lambda name: gptq(32) if "shared_expert." in name or "q_proj" in name else None)
     said = lines(capsys, directory)
     assert said[0] == "family      qwen3_5_moe, stored as bfloat16"
     assert "layers      2: 1 of attention, 1 of GDN" in said
+    assert "context     4096 tokens, with rope scaling yarn, 4 times 64" in said
     assert "experts     8 experts of 64, 4 per token" in said
     assert "MTP head    stored" in said
     int4 = "GPTQ int4 (version 1), groups of 32"
@@ -94,3 +98,11 @@ def test_a_refusal_is_one_line_after_the_known_facts(
 def test_the_default_checkpoint_is_inspected_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("family      qwen3_5, ")
+
+
+def test_an_adapter_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_checkpoint(tmp_path / "model", **SIZES)
+    adapter = write_adapter(tmp_path / "lora", directory)
+    assert main(["inspect", str(directory), "--device", "cpu", "--lora", str(adapter)]) == 0
+    line = f"adapter     {adapter}, merged into 15 weights, the MTP head stays the base model's"
+    assert line in capsys.readouterr().out.splitlines()

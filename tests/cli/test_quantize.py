@@ -17,6 +17,7 @@ from compiled_mtp.cli.main import main
 from compiled_mtp.cli.quantize import quantize_checkpoint
 from compiled_mtp.models.headers import read_headers
 from compiled_mtp.request import SamplingParams
+from tests.adapters import ALPHA, RANK, merge_by_formula, write_adapter
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.engines import make_engine, prompt_of
 from tests.quantised import gptq, quantise
@@ -50,6 +51,27 @@ def test_writes_the_tensors_of_a_release(tmp_path: Path, name: str, options: dic
     modules = {tensor.removesuffix(".weight") for tensor in wanted if tensor.endswith(".weight")}
     assert set(names) == {m for m in modules if m + ".weight_scale_inv" not in wanted} | {"lm_head"}
     assert len(read_headers(tmp_path / "out")) == len(wanted) - sum("visual" in n for n in wanted)
+
+
+def test_an_adapter_is_merged_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, options = FP8_FAMILIES[1]
+    assert name == "dense"
+    plain = write_checkpoint(tmp_path / "plain", **(options | {"fp8_scale": None}))
+    adapter = write_adapter(tmp_path / "lora", plain)
+    pairs = load_file(adapter / "adapter_model.safetensors")
+    merged = merge_by_formula(plain, pairs, lambda module: ALPHA / RANK)
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    (tuned / "config.json").write_text((plain / "config.json").read_text())
+    rounded = {name: merged[name].float().to(w.dtype) for name, w in stored(plain).items()}
+    save_file(rounded, tuned / "model.safetensors")
+    quantize_checkpoint(tuned, tmp_path / "wanted")
+    assert main(["quantize", str(plain), "--lora", str(adapter), "--output", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    got, wanted = stored(tmp_path / "out"), stored(tmp_path / "wanted")
+    assert got.keys() == wanted.keys()
+    for tensor, value in wanted.items():
+        assert torch.equal(got[tensor].float(), value.float()), tensor
 
 
 def test_matrices_of_other_sizes_stay_plain_and_the_engine_runs(

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from compiled_mtp.cli.main import main
+from tests.adapters import write_adapter
 from tests.docs.error_texts import ROOT
 from tools import plot
 
@@ -46,6 +48,12 @@ NOT_RUN = {
     "python examples/client.py ": "tests/server/test_docs.py runs it against a server",
     "lm_eval ": "needs lm-eval; tests/lm_eval/test_lm_eval.py (make lm-eval)",
     "torchrun ": "has processes of its own; tests/parallel/test_torchrun.py starts it",
+    "docker ": "needs Docker's daemon; tests/docs/test_deploy.py reads the files",
+    "cd examples/deploy && openssl ": "makes a key",
+    "/opt/compiled-mtp/bin/pip install ": "reaches package registries",
+    "install -D --mode 600 keys ": "needs root",
+    "cp examples/deploy/compiled-mtp.service ": "needs root; tests/docs/test_deploy.py reads the unit",
+    "systemctl ": "needs systemd; tests/docs/test_deploy.py reads the unit",
     "serve run ": "needs Ray; tests/replicas/test_ray.py (make replicas)",
 }
 FEW = 4
@@ -79,7 +87,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which commands run: it holds their inputs and keeps their outputs."""
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     (tmp_path / "examples").mkdir()
-    for path in (ROOT / "examples").iterdir():
+    for path in (path for path in (ROOT / "examples").iterdir() if path.is_file()):
         # A line's own max_tokens would be decoded to the end.
         text = re.sub(r'"max_tokens": \d+', f'"max_tokens": {FEW}', path.read_text(encoding="utf-8"))
         (tmp_path / "examples" / path.name).write_text(text, encoding="utf-8")
@@ -88,6 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Between them the head of docs/command-line.md moves.
     (tmp_path / "base-model").symlink_to(CHECKPOINT)
     (tmp_path / "fine-tune").mkdir()
+    write_adapter(tmp_path / "my-adapter", Path(CHECKPOINT), targets=re.compile(r"layers\.0\..*down_proj"))
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "one.txt").write_text("def f(x):\n    return x\n" * 9)
     requests = dict(blocks(ROOT / "docs" / "command-line.md"))["json"]
@@ -140,6 +149,13 @@ def read_line(words: list[str]) -> None:
         at = words.index("-m") + 1
         command = {"compiled_mtp.run": "run", "compiled_mtp.server": "serve"}[words[at]]
         read_line(["compiled-mtp", command, *words[at + 1 :]])
+    elif words[0] == "docker":
+        named = [words[at + 1] for at, word in enumerate(words) if word == "--file"]
+        assert all((ROOT / file).is_file() or (ROOT / "examples/deploy" / file).is_file() for file in named)
+        if words[1] == "run":
+            read_line(["compiled-mtp", "serve", *words[words.index("compiled-mtp") + 1 :]])
+    elif words[0] == "cp":
+        assert (ROOT / words[1]).is_file()
     elif words[0] == "serve":
         assert words[2] == "compiled_mtp.ray_serve:app"
 
@@ -158,6 +174,8 @@ def test_a_block(folder: Path, language: str, text: str) -> None:
         exec(compile(text, "block", "exec"), {"__name__": "block"})
     elif language == "json":
         assert all(json.loads(line) for line in text.splitlines())
+    elif language == "yaml":
+        assert yaml.safe_load(text)
     else:
         commands = re.findall(r"^(?:\$|compiled-mtp|pip|python3?|make|curl|serve|git) .*", text, re.MULTILINE)
         assert commands == [], "commands stand in ```bash blocks"

@@ -14,7 +14,7 @@ from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import SlotSampling
 from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
-from compiled_mtp.sampling.params import choice_seed
+from compiled_mtp.sampling.parameter_checks import choice_seed
 from compiled_mtp.scheduler.inbox import Inbox
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 from tests.fake_runner import make_scheduler

@@ -204,6 +204,17 @@ def test_a_template_in_the_config_serves_and_none_is_an_error_only_for_chats(
         assert Tokenizer(tmp_path).apply_chat_template(chat) == "Tx"
 
 
+def test_a_given_template_replaces_the_checkpoints(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "own.jinja"
+    given.write_text("{{ messages[0].content | tojson }}")
+    tokenizer = Tokenizer(folder, given)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) == '"a"'
+    given.write_text("{% if")
+    for file in (given, tmp_path / "none.jinja"):
+        with pytest.raises(ValueError, match=f"^chat_template must be a Jinja file, got {file}: "):
+            Tokenizer(folder, file)
+
+
 def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path, tmp_path: Path) -> None:
     evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = Tokenizer(copy(folder, tmp_path, chat_template__jinja=evil))

@@ -17,7 +17,7 @@ from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
 from tests import tiny
-from tests.checkpoints import FAMILIES, FP8_FAMILIES, Oracle, oracle, write_checkpoint
+from tests.checkpoints import FAMILIES, FP8_FAMILIES, ROPE_FAMILIES, Oracle, oracle, write_checkpoint
 
 PROMPT_LEN, DECODE_LEN, CHUNK = 150, 12, 64
 # The errors listed in model.md change logits of scale 4.5 by 0.05 to 6.6: at least a hundred times this.
@@ -61,7 +61,7 @@ class Case:
 KEPT = [(f"{name}-kept", options | {"hidden_size": 128}) for name, options in FP8_FAMILIES]
 
 
-@pytest.fixture(scope="module", params=FAMILIES + KEPT, ids=lambda family: family[0])
+@pytest.fixture(scope="module", params=FAMILIES + ROPE_FAMILIES + KEPT, ids=lambda family: family[0])
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, options = request.param
     directory = tmp_path_factory.mktemp(name)

@@ -31,6 +31,7 @@ from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.spec import EngineSpec, resolve
+from tests.adapters import write_adapter
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.communicators.threads import thread_communicators
 from tests.engines import prompt_of
@@ -208,6 +209,9 @@ def test_other_files_have_another_fingerprint(directory: Path, tmp_path: Path) -
     other = write_checkpoint(tmp_path / "other", intermediate_size=128, tokenizer=True)
     one, two = leader.fingerprint(directory, has_files=True), leader.fingerprint(other, has_files=True)
     assert [name for name in one if one[name] != two[name]] == ["checkpoint"]
+    adapter = write_adapter(tmp_path / "lora", directory)
+    three = leader.fingerprint(directory, adapter, has_files=True)
+    assert [name for name in one if one[name] != three[name]] == ["checkpoint"]
 
 
 def spec_of(config: EngineConfig, model: ModelConfig | None = None) -> EngineSpec:

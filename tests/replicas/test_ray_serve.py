@@ -310,6 +310,12 @@ def test_identities_tell_what_decides_tokens_apart(tmp_path: Path, monkeypatch: 
     weights.write_bytes(bytes(3 << 20))
     config = EngineConfig(device="cpu")
     found = [identity(config)]
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    for scale in (1, 2):
+        (lora / "adapter_config.json").write_text(f'{{"lora_alpha": {scale}}}')
+        adapted = config.model_copy(update={"lora": lora})
+        found.append(identify(adapted, fake_engine(model, 9, 1), list_files(model, lora)))
     assert identity(config) == found[0]
     found += [
         identity(config, longest=8),

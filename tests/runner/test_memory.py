@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import (
     CacheShape,
     MemoryPlan,
+    default_max_batch,
     length_bytes,
     limits_of,
     plan_host,
@@ -27,6 +29,7 @@ from compiled_mtp.runner.memory import (
     plan_memory,
     plan_prefix_host,
     prefix_tier_bytes,
+    resolve_max_batch,
     resolve_memory,
 )
 from compiled_mtp.runner.spec import EngineSpec, resolve
@@ -65,7 +68,8 @@ def test_memory_utilization_is_the_share_of_the_caches(tmp_path: Path) -> None:
     for share in (0.25, 0.5, 1.0):
         config = EngineConfig(model=tmp_path, device="cpu", memory_utilization=share, offload_gb=0)
         spec = resolve(config, model, model.vocab_size)
-        memory = resolve_memory(spec, free_bytes=2**28, host_bytes=2**28, draft_head_bytes=0, most_rows=32)
+        sizes = {"free_bytes": 2**28, "host_bytes": 2**28, "draft_head_bytes": 0}
+        memory = resolve_memory(spec, **sizes, max_batch=8, most_rows=32)
         assert memory.total_bytes <= share * 2**28
         blocks.append(memory.num_blocks)
     assert blocks[0] < blocks[1] < blocks[2]
@@ -245,10 +249,52 @@ def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) ->
 def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int) -> None:
     # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
     model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
-    config = SimpleNamespace(max_batch=32, block_size=64)
+    config = SimpleNamespace(block_size=64)
     spec: Any = SimpleNamespace(config=config, model_shard=model, device=torch.device(device))
     tables = 2**18 * 64 * 4 + (34 + 128) * 4096 * 4
-    assert length_bytes(spec, 2**18, 128) == tables + parts * 258 * 4
+    assert length_bytes(spec, 2**18, 32, 128) == tables + parts * 258 * 4
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "options", "batch"),
+    [
+        # 32 requests of 27B: 34 state rows of 163.6 MiB and 2,049 blocks of 4.25 MiB are 13.94 GiB, and
+        # 15.93 with the eighth for state snapshots. 16 requests take 8.15 GiB.
+        (16.0, {}, 32),
+        (15.9, {}, 16),
+        (8.2, {}, 16),
+        (8.1, {}, 8),
+        (1.0, {}, 8),
+        # Short requests take fewer blocks; a given number of blocks replaces those of all.
+        (8.3, {"max_model_len": 512}, 32),
+        (8.3, {"num_blocks": 200}, 32),
+        (64.0, {"num_blocks": 20_000}, 8),
+    ],
+)
+def test_the_default_batch_follows_memory(free_gib: float, options: dict[str, int], batch: int) -> None:
+    numbers = {"block_size": 64, "max_model_len": 262_144} | options
+    free_bytes = int(free_gib * GIB)
+    assert default_max_batch(free_bytes, SHAPE_27B, **numbers) == batch
+    if batch > 8:
+        # The plan with these numbers has those rows, and blocks for 4,096 tokens of each request.
+        plan = plan_memory(free_bytes, SHAPE_27B, **numbers, max_batch=batch, prefix_cache_bytes=None)
+        assert plan.max_batch == batch
+        least = options.get("num_blocks", batch * min(4096, numbers["max_model_len"]) // 64 + 1)
+        assert plan.num_blocks >= least
+
+
+def test_what_decides_max_batch_before_memory() -> None:
+    on_gpu = spec_of()
+    on_cpu = replace(on_gpu, device=torch.device("cpu"))
+    assert resolve_max_batch(on_cpu, 1 << 40) == 8
+    assert resolve_max_batch(on_gpu, 1 << 40) == 32
+    assert resolve_max_batch(on_gpu, 1 << 20) == 8
+    for spec in (spec_of(max_batch=3), replace(spec_of(max_batch=3), device=torch.device("cpu"))):
+        assert resolve_max_batch(spec, 1 << 40) == 3
+    assert resolve_max_batch(spec_of(batch_sizes=(1, 12)), 1 << 20) == 12
 
 
 MIB = 2**20
@@ -392,15 +438,12 @@ def test_a_prefix_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
 def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     """And no other: of each field of Limits the number is found in one of the two, by its name."""
     spec = spec_of(max_batch=3, max_model_len=4096, num_blocks=20)
-    plan = resolve_memory(spec, free_bytes=1 << 30, host_bytes=1 << 30, draft_head_bytes=0, most_rows=24)
+    sizes = {"free_bytes": 1 << 30, "host_bytes": 1 << 30, "draft_head_bytes": 0}
+    plan = resolve_memory(spec, **sizes, max_batch=3, most_rows=24)
     limits = limits_of(spec, plan)
     assert (limits.max_model_len, limits.longest, plan.max_model_len) == (4096, 19 * 64, 19 * 64)
-    assert (limits.prefix_step, limits.mtp_step, limits.max_prompt_chunks) == (
-        64,
-        spec.mtp_step,
-        spec.max_prompt_chunks,
-    )
-    both = {"max_model_len", "prefix_step"}
+    assert (limits.prefix_step, limits.mtp_step, limits.max_prompt_chunks) == (64, spec.mtp_step, 3)
+    both = {"max_model_len", "prefix_step", "max_prompt_chunks"}
     for one in fields(limits):
         if one.name not in both:
             places = [place for place in (plan, spec, spec.config) if hasattr(place, one.name)]
@@ -408,3 +451,13 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     assert limits.num_snapshots > 0
     assert limits.prefix_host_records > 0
     assert limits.host_records > 0
+
+
+def test_a_limited_share_of_a_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * MIB, 80 * MIB))
+    for share, reserved, free in ((1.0, 0, 60), (0.5, 10, 30), (0.5, 50, 0)):
+        fraction, held = float(share), reserved * MIB
+        monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _, f=fraction: f)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _, h=held: h)
+        assert free_device_bytes(device) == free * MIB

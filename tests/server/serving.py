@@ -200,7 +200,9 @@ class Running:
 
 
 @contextmanager
-def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) -> Iterator[Running]:
+def running(
+    engine: Any, model: Path, max_model_len: int = 512, chat_template: Path | None = None, **options: Any
+) -> Iterator[Running]:
     """Serve an engine during the block."""
     defaults: dict[str, Any] = {
         "prompt_workers": 1,
@@ -209,7 +211,8 @@ def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) 
     }
     config = ServerConfig(**(defaults | options))
     frontend = getattr(engine, "frontend", None)
-    service = make_service(engine, Tokenizer(model), model, max_model_len, config, frontend)
+    tokenizer = Tokenizer(model, chat_template)
+    service = make_service(engine, tokenizer, model, max_model_len, config, frontend)
     server = Server(service)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
@@ -225,6 +228,14 @@ def running(engine: Any, model: Path, max_model_len: int = 512, **options: Any) 
     finally:
         found.stop()
         service.engine.close()
+
+
+def wait_for_none_open(server: Running) -> None:
+    """Wait until the service has no open request; fail after 5 seconds."""
+    deadline = time.monotonic() + 5
+    while server.service.engine.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.service.engine.num_open == 0
 
 
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

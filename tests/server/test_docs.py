@@ -35,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
 
 
 def test_every_example_is_run() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", "python", "python", "python", "python"]
+    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", *["python"] * 5]
     # tests/server/test_serve.py starts servers.
     make_parser().parse_args(shlex.split(BLOCKS[0][1])[2:])
 
@@ -55,6 +55,7 @@ def test_curl(served: Any) -> None:
     [
         (2, "a text", "a text"),
         (3, "A tree.", "A tree.\n"),
+        (5, "A tree.", "A tree.\n"),
         (4, CALLS["xml"], "get_weather {'city': 'Zürich', 'days': 3}\n"),
     ],
 )
@@ -76,7 +77,7 @@ def test_the_client_of_the_examples(served: Any, capsys: pytest.CaptureFixture[s
 
 
 def test_async_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(BLOCKS[5][1], "serving.md", "exec"), {})
+    exec(compile(BLOCKS[6][1], "serving.md", "exec"), {})
     assert capsys.readouterr().out
 
 
@@ -93,6 +94,13 @@ def test_the_list_of_fields_without_effect() -> None:
 
 
 def test_named_flags_exist() -> None:
-    flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {"help", "model", "sweep", "exact-match"}
+    flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {
+        "help",
+        "help-all",
+        "config",
+        "model",
+        "sweep",
+        "exact-match",
+    }
     known = ServerConfig.model_fields.keys() | EngineConfig.model_fields.keys()
     assert {flag.replace("-", "_") for flag in flags} <= known

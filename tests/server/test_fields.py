@@ -16,6 +16,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params
 
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.anthropic import (
@@ -28,6 +29,18 @@ from compiled_mtp.server.anthropic import (
 )
 from compiled_mtp.server.fields import Body, unread_fields
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody, ContentPart, Message, StreamOptions
+from compiled_mtp.server.responses_models import (
+    CallItem,
+    CallOutputItem,
+    FunctionTool,
+    MessageItem,
+    ReasoningConfig,
+    ReasoningItem,
+    ResponsesBody,
+    SearchTool,
+    TextConfig,
+    TextFormat,
+)
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
 CLIENT = httpx.Client(timeout=30)
@@ -37,12 +50,14 @@ TOOL: Any = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "x"},
     "/v1/chat/completions": {"model": "m", "messages": MESSAGES},
+    "/v1/responses": {"model": "m", "input": "x"},
     "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 9},
     "/v1/messages/count_tokens": {"model": "m", "messages": MESSAGES},
 }
 SCHEMAS: dict[str, Any] = {
     "/v1/completions": completion_create_params.CompletionCreateParamsNonStreaming,
     "/v1/chat/completions": chat_params.CompletionCreateParamsNonStreaming,
+    "/v1/responses": response_create_params.ResponseCreateParamsNonStreaming,
     "/v1/messages": message_create_params.MessageCreateParamsNonStreaming,
     "/v1/messages/count_tokens": message_count_tokens_params.MessageCountTokensParams,
 }
@@ -90,6 +105,14 @@ DEFAULTS: dict[str, Any] = {
     "speed": "standard",
     "user_profile_id": "u",
     "workspace_id": "w",
+    "background": False,
+    "include": ["reasoning.encrypted_content"],
+    "max_tool_calls": 3,
+    "reasoning": {},
+    "stream_options": {"include_obfuscation": False},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "truncation": "disabled",
+    "instructions": "",
 }
 # Values of fields that have an effect whenever they are set.
 ASKING: dict[str, Any] = {
@@ -104,10 +127,28 @@ ASKING: dict[str, Any] = {
     "fallbacks": [{"model": "x"}],
     "thread": {"id": "t"},
     "betas": ["x"],
+    "access_programs": {"cyber": "standard"},
+    "background_options": {"completion_window": "soonest"},
+    "conversation": "c",
+    "image": {"context_compression": "enabled"},
 }
+OPENAI = (CompletionBody, ChatBody, Message, ContentPart, StreamOptions)
+ANTHROPIC = (MessagesBody, AnthropicTool, InputMessage, TextBlock, ToolUseBlock, ToolResultBlock)
+RESPONSES = (
+    ResponsesBody,
+    MessageItem,
+    CallItem,
+    CallOutputItem,
+    ReasoningItem,
+    FunctionTool,
+    SearchTool,
+    TextFormat,
+    TextConfig,
+    ReasoningConfig,
+)
 # Fields that are read and have no default.
-NEEDED = {"model", "prompt", "messages"}
-UNSET = {"seed", "logprobs", "max_completion_tokens", "stream_options"}
+NEEDED = {"model", "prompt", "messages", "input"}
+UNSET = {"seed", "logprobs", "max_completion_tokens", "max_output_tokens", "previous_response_id"}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +178,8 @@ def schema_fields(path: str) -> list[str]:
 
 def default_of(path: str, name: str) -> Any:
     value = DEFAULTS[name]
+    if path == "/v1/responses" and name == "context_management":
+        return []
     if "messages" in path:
         value = {"tool_choice": {"type": "auto"}, "service_tier": "auto"}.get(name, value)
     return value
@@ -151,6 +194,8 @@ def post(server: Running, path: str, body: Any) -> httpx.Response:
 
 def text_of(answer: httpx.Response) -> Any:
     found = answer.json()
+    if "output" in found:
+        return [item["content"] for item in found["output"]]
     return found.get("choices") or found.get("content") or found.get("input_tokens")
 
 
@@ -170,15 +215,20 @@ def test_every_field_of_the_schemas(served: Any, strict: Running, path: str, nam
         answer = post(server, path, BODIES[path] | {name: default_of(path, name)})
         assert answer.status_code == 200, answer.text
         assert text_of(answer) == plain
+    elif (path, name) == ("/v1/responses", "prompt"):
+        answer = post(server, path, BODIES[path] | {name: {"id": "x"}})
+        assert answer.json()["error"]["message"].startswith("prompt must be left out")
     else:
         assert name in BODIES[path] or name in UNSET
 
 
-@pytest.mark.parametrize("body", [CompletionBody, ChatBody, MessagesBody, Message, TextBlock, StreamOptions])
+@pytest.mark.parametrize(
+    "body", [CompletionBody, ChatBody, ResponsesBody, MessagesBody, Message, TextBlock, StreamOptions]
+)
 def test_strict_fields_refuse_all_unread_fields(strict: Running, body: type[Body]) -> None:
-    path = {CompletionBody: "/v1/completions", MessagesBody: "/v1/messages", TextBlock: "/v1/messages"}.get(
-        body, "/v1/chat/completions"
-    )
+    paths = {CompletionBody: "/v1/completions", ResponsesBody: "/v1/responses"}
+    paths |= dict.fromkeys((MessagesBody, TextBlock), "/v1/messages")
+    path = paths.get(body, "/v1/chat/completions")
     found = unread_fields(body)
     assert found
     for name, values in found.items():
@@ -367,8 +417,7 @@ def test_anthropics_output_format_is_a_schema_of_the_engine(served: Any) -> None
 
 def test_the_docs_list_every_field_that_is_not_read() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    for body in (CompletionBody, ChatBody, MessagesBody, Message, ContentPart, StreamOptions, AnthropicTool,
-                 InputMessage, TextBlock, ToolUseBlock, ToolResultBlock):  # fmt: skip
+    for body in (*OPENAI, *ANTHROPIC, *RESPONSES):
         for name in unread_fields(body):
             assert f"`{name}`" in text, f"{body.__name__}.{name}"
 
@@ -424,15 +473,15 @@ def test_no_stream_begins_with_empty_speculation(served: Any) -> None:
 
 def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(served: Any) -> None:
     server, _ = served
-    assert server.service.config.keep_alive_timeout_s > 60
-    assert server.server.config.timeout_keep_alive == server.service.config.keep_alive_timeout_s
+    assert server.service.config.keep_alive_s > 60
+    assert server.server.config.timeout_keep_alive == server.service.config.keep_alive_s
 
 
 def test_an_idle_connection_is_closed_after_its_timeout(tmp_path: Path) -> None:
     model = make_family(tmp_path / "m", "xml")
     limits = httpx.Limits(keepalive_expiry=60)
     with (
-        running(ScriptedEngine(Tokenizer(model)), model, keep_alive_timeout_s=1) as server,
+        running(ScriptedEngine(Tokenizer(model)), model, keep_alive_s=1) as server,
         httpx.Client(base_url=server.url, limits=limits) as client,
     ):
         first = client.get("/health").extensions["network_stream"]

@@ -16,7 +16,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize")
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +39,8 @@ def good_body(path: str) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "m"} if path != "/tokenize" else {}
     if path == "/v1/completions":
         return body | {"prompt": "x", "max_tokens": 3}
+    if path == "/v1/responses":
+        return body | {"input": "x", "max_output_tokens": 3}
     body |= {"messages": [{"role": "user", "content": "x"}]}
     return body if path in ("/tokenize", "/v1/messages/count_tokens") else body | {"max_tokens": 3}
 
@@ -40,7 +49,7 @@ def malformed(rng: random.Random, path: str) -> bytes:
     """Return a body that no API takes."""
     body = good_body(path)
     text = json.dumps(body).encode()
-    main = "prompt" if "prompt" in body else "messages"
+    main = next(name for name in ("prompt", "input", "messages") if name in body)
     wrong: list[Any] = [
         True, 3, {}, [[]], [None], {"a": [1]}, [{"role": 1}], [{"role": "user", "content": 7}], [[1, "a"]]
     ]  # fmt: skip

@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
-from tests.server.serving import CHECKPOINT, Running, running
-from tests.server.test_auth import wait_for_none_open
+from tests.server.serving import CHECKPOINT, Running, running, wait_for_none_open
 
 PROMPTS = ["def quicksort(", "import os", "class Stack:", "for i in range(", "# a comment", "x = [1, 2"]
 MAX_TOKENS = (3, 14)

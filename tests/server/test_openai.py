@@ -445,6 +445,18 @@ def test_parameters_that_leave_no_token_are_the_clients_mistake(real: Running, a
             assert last["error"]["type"] == "invalid_request_error"
 
 
+def test_a_chat_template_of_the_callers(tmp_path: Path) -> None:
+    model, template = make_family(tmp_path / "m", "xml"), tmp_path / "own.jinja"
+    template.write_text("{{- 'own ' ~ messages[0].content -}}")
+    engine = ScriptedEngine(Tokenizer(model))
+    with running(engine, model, chat_template=template) as server:
+        client_of(server).chat.completions.create(model="m", messages=MESSAGES)
+        tools: Any = [WEATHER]
+        with pytest.raises(openai.BadRequestError, match="the checkpoint's chat template takes no tools"):
+            client_of(server).chat.completions.create(model="m", messages=MESSAGES, tools=tools)
+    assert engine.tokenizer.decode(engine.seen[-1][0]) == f"own {MESSAGES[0]['content']}"
+
+
 def test_models_tokenize_and_the_rest(real: Running, alone: Engine) -> None:
     client = client_of(real)
     assert [one.id for one in client.models.list()] == ["m", "alias"]
@@ -457,8 +469,6 @@ def test_models_tokenize_and_the_rest(real: Running, alone: Engine) -> None:
     chat = httpx.post(f"{real.url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     assert chat == alone.tokenizer.encode(alone.tokenizer.apply_chat_template(MESSAGES))  # type: ignore[union-attr]
     assert httpx.get(f"{real.url}/health").json() == {"status": "ok"}
-    with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-        client.responses.create(model="m", input="x")
     assert httpx.get(f"{real.url}/nothing").json()["error"]["type"] == "not_found_error"
     assert httpx.get(f"{real.url}/v1/completions").status_code == 405
 

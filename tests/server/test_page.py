@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import http.client
 import re
 from collections.abc import Iterator
@@ -21,7 +22,18 @@ from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, running
 FOLDER = resources.files("compiled_mtp.server") / "page"
 KEY = "a-key-of-the-page"
 ENTER = {"authorization": f"Bearer {KEY}"}
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+# Files of npm's marked 18.2.1 (lib/marked.esm.js, LICENSE), unchanged.
+VENDORED = {
+    "marked.js": "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de",
+    "marked.license.txt": "8e3a3f82f59a60958f56ca08f445647c32a4733dc7ca6c2c46f6eb898471ab9c",
+}
+TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+    "txt": "text/plain",
+}
 
 
 @pytest.fixture(scope="module")
@@ -192,13 +204,21 @@ def test_html_is_labelled_and_holds_no_code(name: str) -> None:
             assert key not in fields or fields[key] in ids
     # Every field is inside a label, or a label names it.
     named = {fields.get("for") for tag, fields in page.tags if tag == "label"}
-    loose = {"model", "colours", None}
+    loose = {"model", "colours", "formatted", None}
     for tag, fields in page.tags:
         if tag in ("input", "select", "textarea"):
             assert fields.get("id") in named | loose
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", VENDORED)
+def test_what_is_not_ours_is_unchanged_and_has_its_licence(name: str) -> None:
+    assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == VENDORED[name]
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.", "eval(", "Function(", "fetch("):
+        assert word not in text_of("marked.js")
+    assert "Permission is hereby granted" in text_of("marked.license.txt")
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in VENDORED])
 def test_the_page_loads_nothing_from_elsewhere_and_stores_nothing(name: str) -> None:
     text = text_of(name)
     own = ("http://www.w3.org/", "http://127.0.0.1:8000/")

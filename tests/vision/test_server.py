@@ -166,7 +166,7 @@ def make_stream(engine: Engine, chat: Any, images: Any, params: SamplingParams) 
         ("a <|video_pad|> b", "prompt must have no videos, got 1 video pads"),
         ([{"type": "video_url", "video_url": {"url": "x"}}], "type must be text or image_url"),
         ([{"type": "image", "image": "/etc/passwd"}], "type must be text or image_url"),
-        ([{"type": "image_url", "image_url": "data:x"}], "messages.0.content.0.image_url must"),
+        ([{"type": "image_url", "image_url": "data:x"}], "image_url must hold base64 after a comma"),
         ([{"type": "image_url"}], "must have a field image_url"),
         ([{"type": "text"}], "must have a field text"),
     ],

@@ -119,7 +119,7 @@ class Bench:
         self.policy = DepthPolicy(depths, sizes, clock)
         self.way = AUTO
         limits = Limits(
-            max_batch=config.max_batch,
+            max_batch=self.runner.memory.max_batch,
             num_blocks=self.runner.memory.num_blocks,
             block_size=config.block_size,
             max_model_len=self.runner.memory.max_model_len,

@@ -111,7 +111,7 @@ class Bench:
         assert tokenizer is not None
         words = random.Random(0)
         self._prompts = []
-        for _ in range(engine.config.max_batch):
+        for _ in range(engine.runner.memory.max_batch):
             text = "".join(words.choices("etaoin shrdlu", k=8 * context))
             while (length := len(tokenizer.encode(text))) > context:
                 text = text[: len(text) * context // length]

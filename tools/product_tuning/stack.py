@@ -20,9 +20,10 @@ from released_shapes import fill_random, model_config
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.models.layers import Linear, rotary_table
+from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.resident import choose_resident
+from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear import NARROW_ROWS, count_partials

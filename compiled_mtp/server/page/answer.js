@@ -1,10 +1,18 @@
 // One answer in the conversation: its text by rounds, coloured by the outcome of the drafts.
 
+import { copyButton } from "./copy.js";
+import { render } from "./markdown.js";
 import { counted, Placer, Rounds } from "./rounds.js";
 
 export class Answer {
-  /** `show(answer, round, element)` is called for the round under the pointer or the focus, and with null after it. */
-  constructor(given, show) {
+  /**
+   * `asked` is the prompt of a chat, or the text to complete. `show(answer, round, element)` is called for the round
+   * under the pointer or the focus, and with null after it.
+   */
+  constructor(asked, isChat, show) {
+    this.asked = asked;
+    this.isChat = isChat;
+    const given = isChat ? "" : asked;
     this.rounds = new Rounds();
     this.content = "";
     this.usage = null;
@@ -20,9 +28,15 @@ export class Answer {
     this.turn.className = "turn";
     this.reasoning = this.part("answer reasoning");
     this.body = this.part("answer live");
+    // The answer as Markdown, in the place of its tokens while `format(true)` holds.
+    this.formatted = this.part("markdown");
+    this.formatted.hidden = true;
+    this.isDrawing = false;
     this.foot = document.createElement("p");
     this.foot.className = "foot";
-    this.turn.append(this.foot);
+    this.actions = this.part("actions");
+    this.actions.hidden = true;
+    this.turn.append(this.foot, this.actions);
     if (given) {
       const prompt = document.createElement("span");
       prompt.className = "given";
@@ -49,6 +63,7 @@ export class Answer {
     this.finishReason = choice.finish_reason ?? this.finishReason;
     const rounds = this.rounds.add(choice);
     this.put(this.placer.add(rounds, said, choice.finish_reason != null));
+    if (text && !this.formatted.hidden) this.drawSoon();
     return rounds;
   }
 
@@ -59,6 +74,40 @@ export class Answer {
       token.append(...this.marked(part, text));
       this.elementOf(part, round).append(token);
     }
+  }
+
+  /** Show the answer of a chat as Markdown, or its tokens. */
+  format(isFormatted) {
+    if (!this.isChat) return;
+    this.formatted.hidden = !isFormatted;
+    this.body.hidden = isFormatted;
+    if (isFormatted) this.draw();
+  }
+
+  /** Draw the Markdown once for all text that comes until the browser's next frame. */
+  drawSoon() {
+    if (this.isDrawing) return;
+    this.isDrawing = true;
+    requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    this.isDrawing = false;
+    this.formatted.replaceChildren(...render(this.content));
+  }
+
+  /** Offer to copy the answer, and the actions [label, act]. */
+  offer(actions) {
+    const buttons = actions.map(([label, act]) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "small";
+      button.textContent = label;
+      button.addEventListener("click", () => act(this));
+      return button;
+    });
+    this.actions.replaceChildren(copyButton("Copy", () => this.content), ...buttons);
+    this.actions.hidden = false;
   }
 
   /** Return a token's text as nodes: marked, except line breaks and the indentation of a line. */

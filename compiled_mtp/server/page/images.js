@@ -43,7 +43,7 @@ export class ImageTray {
   allow(most) {
     this.most = most;
     this.box.classList.toggle("off", most === 0);
-    if (!most) this.clear();
+    if (!most) this.put([]);
   }
 
   async add(files) {
@@ -79,22 +79,27 @@ export class ImageTray {
     );
   }
 
-  /** The content of a message with `text` and the images. */
-  content(text) {
-    if (!this.images.length) return text;
-    const parts = this.images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-    return [...parts, { type: "text", text }];
-  }
-
-  /** The images as elements of the transcript. */
-  thumbnails() {
-    return this.images.map(thumbnail);
-  }
-
-  clear() {
-    this.images = [];
+  /** Show these images in the place of others. */
+  put(images) {
+    this.images = [...images];
     this.draw();
   }
+}
+
+/** The content of a message with a text and images. */
+export function withImages(text, images) {
+  if (!images.length) return text;
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return [...parts, { type: "text", text }];
+}
+
+/** The images of a sent prompt, for the transcript; none without images. */
+export function shown(images) {
+  if (!images.length) return [];
+  const row = document.createElement("div");
+  row.className = "shown";
+  row.append(...images.map(thumbnail));
+  return [row];
 }
 
 function thumbnail({ bitmap, name }) {

@@ -3,7 +3,7 @@
 import { listModels, ServiceError, setKey, stream } from "./api.js";
 import { Answer } from "./answer.js";
 import { hideCard, isCardOpen, showCard } from "./card.js";
-import { ImageTray } from "./images.js";
+import { ImageTray, shown, withImages } from "./images.js";
 import { Panel } from "./panel.js";
 import { blame, forgive, samplingFields, systemPrompt } from "./settings.js";
 
@@ -31,8 +31,9 @@ const EXAMPLES = {
 // The checkpoint that ships with the engine continues Python source; it was not trained on conversations.
 const SHIPPED = "default_model";
 
-let turns = [];
 let answers = [];
+// The answer whose prompt is being edited; null for none.
+let edited = null;
 let running = null;
 let isModeSettled = false;
 const tray = new ImageTray(byId("images"), (error) => showError(error));
@@ -90,7 +91,52 @@ function setRunning(controller) {
   if (!controller && focused === "stop") prompt.focus();
 }
 
-function requestOf(text) {
+/** Return the messages of the chat before `end`, an answer that will be replaced; null for all. */
+function history(end) {
+  const kept = end === null ? answers : answers.slice(0, answers.indexOf(end));
+  return kept
+    .filter((one) => one.isChat && !one.isLeftOut)
+    .flatMap((one) => [
+      { role: "user", content: withImages(one.asked, one.images) },
+      { role: "assistant", content: one.content },
+    ]);
+}
+
+/** Remove the answers of the chat from one on. */
+function dropFrom(first) {
+  const at = answers.indexOf(first);
+  const dropped = answers.filter((one, index) => index >= at && one.isChat);
+  answers = answers.filter((one) => !dropped.includes(one));
+  for (const one of dropped) one.turn.remove();
+}
+
+function edit(answer) {
+  edited = answer;
+  byId("editing").hidden = answer === null;
+  if (answer === null) return;
+  prompt.value = answer.asked;
+  tray.put(answer.images);
+  prompt.focus();
+}
+
+/** Ask for an answer again, in the place of the turns from it on; a completion is answered below. */
+function again(answer) {
+  if (running) return;
+  edit(null);
+  send(answer.asked, answer.isChat ? answer : null, answer.images);
+}
+
+/** Offer each ended answer's actions: in a chat a turn can be edited, and the last answer made again. */
+function offerActions() {
+  const last = answers.at(-1);
+  for (const answer of answers.filter((one) => !one.isRunning)) {
+    const actions = answer.isChat ? [["Edit prompt", (one) => !running && edit(one)]] : [];
+    if (answer === last || !answer.isChat) actions.unshift(["Regenerate", again]);
+    answer.offer(actions);
+  }
+}
+
+function requestOf(text, replaced, images) {
   const shared = {
     model: byId("model").value,
     stream: true,
@@ -100,18 +146,21 @@ function requestOf(text) {
   };
   if (mode() === "text") return ["/v1/completions", { ...shared, prompt: text }];
   const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-  return ["/v1/chat/completions", { ...shared, messages: [...system, ...turns, { role: "user", content: tray.content(text) }] }];
+  const asked = { role: "user", content: withImages(text, images) };
+  return ["/v1/chat/completions", { ...shared, messages: [...system, ...history(replaced), asked] }];
 }
 
-function begin(text) {
+function begin(text, images) {
   const isChat = mode() === "chat";
   byId("welcome").hidden = true;
-  const answer = new Answer(isChat ? "" : text, (one, round, span) => show(one, round, span));
+  const answer = new Answer(text, isChat, (one, round, span) => show(one, round, span));
+  answer.images = isChat ? images : [];
+  answer.format(byId("formatted").checked);
   if (isChat) {
     const said = document.createElement("p");
     said.className = "said";
     said.textContent = text;
-    answer.turn.prepend(...tray.thumbnails(), said);
+    answer.turn.prepend(...shown(images), said);
   }
   answer.turn.addEventListener("click", () => select(answer));
   answer.turn.addEventListener("focusin", () => panel.answer !== answer && select(answer));
@@ -130,33 +179,36 @@ function keepEnd(change) {
   if (isAtEnd) transcript.scrollTop = transcript.scrollHeight;
 }
 
-async function send(text) {
+/** Send a prompt; the answer replaces the chat's turns from `replaced` on, if it is given. */
+async function send(text, replaced = null, images = tray.images) {
   const controller = new AbortController();
   setRunning(controller);
   // The server may have been starting when the page was loaded.
   const isReady = byId("model").value !== "" || (await start(controller.signal));
-  const asked = isReady ? ask(text) : null;
-  if (asked) await follow(text, asked, controller.signal);
-  else putBack(text);
+  const asked = isReady ? ask(text, replaced, images) : null;
+  if (asked && replaced) dropFrom(replaced);
+  if (asked) await follow(text, images, asked, controller.signal);
+  else putBack(text, images);
   setRunning(null);
 }
 
 /** Return the request for a prompt; if a field is wrong, show the error and return null. */
-function ask(text) {
+function ask(text, replaced, images) {
   try {
-    return requestOf(text);
+    return requestOf(text, replaced, images);
   } catch (error) {
     showError(error);
     return null;
   }
 }
 
-async function follow(text, [path, body], signal) {
-  const isChat = mode() === "chat";
+async function follow(text, images, [path, body], signal) {
   showError(null);
   say("Answering…");
-  const answer = begin(text);
-  prompt.value = "";
+  const answer = begin(text, images);
+  // Another text in the box is not the one that was sent.
+  if (prompt.value.trim() === text.trim()) prompt.value = "";
+  if (tray.images === images) tray.put([]);
   try {
     for await (const chunk of stream(path, body, signal)) {
       answer.usage = chunk.usage ?? answer.usage;
@@ -169,20 +221,21 @@ async function follow(text, [path, body], signal) {
   }
   // A chat template may refuse an answer that is empty, or two prompts in a row.
   const isGood = !answer.error && answer.content !== "";
-  if (!isGood) putBack(text);
-  else if (isChat) {
-    turns.push(body.messages.at(-1), { role: "assistant", content: answer.content });
-    tray.clear();
-  }
-  answer.isLeftOut = isChat && !isGood;
-  keepEnd(() => answer.end());
+  if (!isGood) putBack(text, images);
+  answer.isLeftOut = answer.isChat && !isGood;
+  keepEnd(() => {
+    answer.end();
+    offerActions();
+  });
   panel.draw();
   if (!answer.error) say(`${answer.finishReason === "stopped" ? "Stopped" : "Done"}: ${answer.summary()}`);
 }
 
 /** Put a prompt that has no answer back into its box, unless the user has typed another one. */
-function putBack(text) {
-  prompt.value = prompt.value || text;
+function putBack(text, images) {
+  if (prompt.value) return;
+  prompt.value = text;
+  tray.put(images);
 }
 
 function fail(answer, error) {
@@ -200,9 +253,9 @@ function fail(answer, error) {
 }
 
 function begins() {
-  turns = [];
   answers = [];
-  tray.clear();
+  tray.put([]);
+  edit(null);
   for (const turn of transcript.querySelectorAll(".turn")) turn.remove();
   byId("welcome").hidden = false;
   hideCard();
@@ -248,6 +301,7 @@ async function start(signal) {
   tray.allow(models[0].max_images ?? 0);
   byId("key-form").hidden = true;
   showError(null);
+  byId("shipped").hidden = models[0].root !== SHIPPED;
   if (models[0].root === SHIPPED && !isModeSettled) document.querySelector("input[value=text]").checked = true;
   isModeSettled = true;
   showMode();
@@ -257,7 +311,10 @@ async function start(signal) {
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!running && prompt.value.trim()) send(prompt.value);
+  if (running || !prompt.value.trim()) return;
+  const replaced = edited;
+  edit(null);
+  send(prompt.value, replaced);
 });
 prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
@@ -267,17 +324,26 @@ prompt.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || isComposing(event)) return;
   if (isCardOpen()) hideCard();
-  else running?.abort();
+  else if (running) running.abort();
+  else edit(null);
 });
 byId("stop").addEventListener("click", () => {
   running?.abort();
   prompt.focus();
 });
 byId("new").addEventListener("click", begins);
+byId("cancel").addEventListener("click", () => {
+  edit(null);
+  prompt.focus();
+});
+byId("formatted").addEventListener("change", (event) => {
+  for (const answer of answers) answer.format(event.target.checked);
+});
 byId("colours").addEventListener("change", (event) => document.body.classList.toggle("coloured", event.target.checked));
 for (const choice of document.querySelectorAll("input[name=mode]")) {
   choice.addEventListener("change", () => {
     isModeSettled = true;
+    edit(null);
     showMode();
   });
 }

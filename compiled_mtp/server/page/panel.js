@@ -4,6 +4,8 @@ import { counted, fateOfDraft, visible } from "./rounds.js";
 
 // The pause between two drawings during an answer: numbers that change with every frame cannot be read.
 const PAUSE_MS = 100;
+// Drafts at a position of the round from which on a bar says something about the share of them that is kept.
+const LEAST_DRAFTS = 4;
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
 
@@ -136,10 +138,11 @@ function drawChart(svg, drafted, accepted) {
     const rate = accepted[index] / total;
     const [middle, height] = [step * (index + 0.5), (base - top) * rate];
     const box = { x: middle - thick / 2, width: thick, rx: 4 };
+    const isKnown = total >= LEAST_DRAFTS;
+    shapes.push(make("rect", { ...box, class: "room", y: top, height: base - top }));
+    if (isKnown) shapes.push(make("rect", { ...box, class: "bar-kept", y: base - height, height }));
     shapes.push(
-      make("rect", { ...box, class: "room", y: top, height: base - top }),
-      make("rect", { ...box, class: "bar-kept", y: base - height, height }),
-      make("text", { class: "value", x: middle, y: top - 6 }, `${Math.round(rate * 100)}%`),
+      make("text", { class: "value", x: middle, y: top - 6 }, isKnown ? `${Math.round(rate * 100)}%` : "–"),
       make("text", { x: middle, y: base + 15 }, `draft ${index + 1}`),
     );
     words.push(`draft ${index + 1}: ${accepted[index]} of ${total} kept`);

@@ -1,4 +1,4 @@
-"""How a tool call in the XML form writes a parameter, and how to read it back: raw text or JSON. No torch.
+"""How a tool call in the XML form writes an argument, and how to read it back: raw text or JSON. No torch.
 
 The grammar and the parser share one rule. A schema is a list of alternatives. Strings, also those of an enum,
 are written raw; every other value is written as JSON. The parser reads a text as JSON if an alternative that

@@ -1,0 +1,258 @@
+"""Weights that are replaced between steps: the tokens of a new engine, and nothing of the old weights."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compiled_mtp.engine import Engine
+from compiled_mtp.request import RequestOutput, SamplingParams
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engines import make_engine, prompt_of
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({"sharded": True}, {}),
+    "tied": ({"tied": True}, {"draft_vocab": 300}),
+    "next": ({"family": "qwen3_next"}, {"draft_dtype": "float8_e4m3fn"}),
+    "moe": ({"family": "qwen3_5_moe"}, {"mtp_step": "auto"}),
+    # Products that a CPU packs in half precision.
+    "packed": ({"hidden_size": 512, "intermediate_size": 512}, {}),
+    "fp8_moe": (dict(FP8_FAMILIES)["moe"], {"weight_recipe": "w8a8"}),
+}
+PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+PROMPTS = [prompt_of(length, length, 500) for length in (3, 70)]
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def given(directory: Path) -> tuple[Any, Iterator[tuple[str, torch.Tensor]]]:
+    """Return a checkpoint's manifest and tensors."""
+    tensors = tensors_of(directory)
+    return {name: (one.shape, one.dtype) for name, one in tensors.items()}, iter(tensors.items())
+
+
+def outputs_of(engine: Engine) -> list[tuple[list[int], Any]]:
+    return [(one.new_token_ids, one.logprobs) for one in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_engine_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    options, settings = KINDS[kind]
+    paths = [write_checkpoint(tmp_path / str(seed), seed=seed, **options) for seed in (0, 1)]
+    fresh = [make_engine(path, **settings) for path in paths]
+    expected = [outputs_of(engine) for engine in fresh]
+    assert expected[0] != expected[1]
+    engine = make_engine(paths[0], **settings)
+    addresses = [tensor.data_ptr() for tensor in engine.runner.step.parameters()]
+    assert outputs_of(engine) == expected[0]
+    for number, source in ((1, paths[1]), (0, given(paths[0])), (1, given(paths[1]))):
+        # The prompts of the old weights are cached.
+        engine.update_weights(source)
+        assert outputs_of(engine) == expected[number]
+        engine.scheduler.check_integrity()
+    assert [tensor.data_ptr() for tensor in engine.runner.step.parameters()] == addresses
+    if settings.get("mtp_step") != "auto":
+        # The draft head and the MTP layer are the new ones: as many drafts are kept as in a new engine.
+        kept, wanted = (
+            [one.metrics.accepted_by_index for one in every.generate(PROMPTS, PARAMS)]
+            for every in (engine, fresh[1])
+        )
+        assert kept == wanted
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("updates")
+    return [write_checkpoint(root / str(seed), seed=seed, hidden_size=64) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def expected(paths: list[Path]) -> list[list[int]]:
+    """The tokens of one request with each of the weights."""
+    return [make_engine(path, mtp_step=0).generate([PROMPTS[1]], LONG)[0].new_token_ids for path in paths]
+
+
+LONG = SamplingParams(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
+
+
+def collect(engine: Engine, outputs: dict[str, list[RequestOutput]]) -> None:
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+@pytest.mark.parametrize("running", ["finish", "abort"])
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_requests_keep_the_weights_that_they_began_with(
+    paths: list[Path], expected: list[list[int]], running: Any, max_in_flight: int
+) -> None:
+    engine = make_engine(paths[0], max_batch=2, max_in_flight=max_in_flight, offload_gb=0)
+    outputs: dict[str, list[RequestOutput]] = {}
+    for name in ("a", "b", "waiting"):
+        engine.add_request(prompt_token_ids=PROMPTS[1], params=LONG, request_id=name)
+    while len(tokens_of(outputs.get("b", []))) < 10:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    assert "waiting" not in outputs
+    # In the inbox, not handed over yet.
+    engine.add_request(prompt_token_ids=PROMPTS[1], params=LONG, request_id="inbox")
+    engine.update_weights(paths[1], running=running)
+    collect(engine, outputs)
+    for name in ("a", "b"):
+        found, last = tokens_of(outputs[name]), outputs[name][-1]
+        assert found == expected[0][: len(found)]
+        if running == "finish":
+            assert (len(found), last.finish_reason, last.error) == (40, "length", None)
+        else:
+            assert 10 <= len(found) < 40
+            assert last.finish_reason == "abort"
+            assert last.error == "the engine's weights were replaced before it finished; send it again"
+    for name in ("waiting", "inbox"):
+        assert tokens_of(outputs[name]) == expected[1]
+    assert engine.scheduler.pool.num_used == 0
+
+
+def test_a_failure_midway_leaves_an_engine_that_refuses_requests(
+    paths: list[Path], expected: list[list[int]]
+) -> None:
+    engine = make_engine(paths[0], max_batch=1)
+    manifest, tensors = given(paths[1])
+
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+        for _ in range(5):
+            yield next(tensors)
+        raise OSError("the trainer is gone")
+
+    engine.add_request(prompt_token_ids=PROMPTS[1], params=LONG, request_id="waiting")
+    with pytest.raises(OSError, match="the trainer is gone"):
+        engine.update_weights((manifest, breaks()))
+    with pytest.raises(ValueError, match="engine must have its weights, got one without: an update of its"):
+        engine.add_request(prompt_token_ids=[1])
+    with pytest.raises(ValueError, match=r"prompts\[0\]: engine must have its weights"):
+        engine.generate([[1]])
+    outputs: dict[str, list[RequestOutput]] = {}
+    collect(engine, outputs)
+    (last,) = outputs["waiting"]
+    assert (last.finish_reason, last.new_token_ids) == ("abort", [])
+    assert "call update_weights again" in (last.error or "")
+    engine.update_weights(given(paths[1]))
+    assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[1]
+
+
+def test_weights_that_do_not_fit_change_nothing(
+    paths: list[Path], expected: list[list[int]], tmp_path: Path
+) -> None:
+    engine = make_engine(paths[0])
+    manifest, _ = given(paths[1])
+    other = write_checkpoint(tmp_path / "wide", hidden_size=128)
+    fp8 = write_checkpoint(tmp_path / "fp8", **dict(FP8_FAMILIES)["dense"])
+    damaged = write_checkpoint(tmp_path / "damaged", hidden_size=64, seed=1)
+    tensors = tensors_of(damaged)
+    name = next(name for name in tensors if name.endswith("norm.weight"))
+    del tensors[name]
+    for file in damaged.glob("*.safetensors"):
+        file.unlink()
+    save_file(tensors, damaged / "model.safetensors")
+    short = {key: value for key, value in manifest.items() if key != name}
+    bad_shape = manifest | {name: ((3,), torch.bfloat16)}
+    bad_dtype = manifest | {name: (manifest[name][0], torch.int32)}
+    for source, text in (
+        (other, "hidden_size must be 64, as in the engine's weights, got 128; make another engine"),
+        (fp8, "must be "),
+        (damaged, "missing tensors: "),
+        (tmp_path / "nowhere", "nowhere"),
+        ((short, iter(())), "missing tensors: "),
+        ((bad_shape, iter(())), "misfitting tensors: "),
+        ((bad_dtype, iter(())), r"must have a dtype of \['bfloat16', .*\], got torch.int32; convert it"),
+        ((manifest | {"mtp.extra": ((3,), torch.bfloat16)}, iter(())), "unused tensors: mtp.extra"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            engine.update_weights(source)
+    with pytest.raises(ValueError, match="running must be finish or abort, got 'later'; choose one"):
+        engine.update_weights(paths[1], running="later")  # type: ignore[arg-type]
+    assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[0]
+
+
+@pytest.mark.parametrize("mistake", ["shape", "twice", "missing", "nan"])
+def test_tensors_that_are_not_the_manifests_are_named(paths: list[Path], mistake: str) -> None:
+    engine = make_engine(paths[0])
+    manifest, tensors = given(paths[1])
+    every = list(tensors)
+    name, one = every[3]
+    if mistake == "shape":
+        every[3] = (name, one[..., :1])
+    elif mistake == "twice":
+        every.insert(4, every[2])
+        every.pop(3)
+    elif mistake == "missing":
+        every = every[:-1]
+    else:
+        every[3] = (name, torch.full_like(one, float("nan")))
+    texts = {
+        "shape": "weights must be the manifest's: ",
+        "twice": "weights must hold each tensor once",
+        "missing": "weights must hold every tensor of their manifest, got no ",
+        "nan": f"weights must be finite, got NaN or infinity in {name}",
+    }
+    with pytest.raises(ValueError, match=texts[mistake]):
+        engine.update_weights((manifest, iter(every)))
+    with pytest.raises(ValueError, match="engine must have its weights"):
+        engine.add_request(prompt_token_ids=[1])
+
+
+def check_traffic(paths: list[Path], expected: list[list[int]], count: int) -> None:
+    """Update `count` times while requests come; every request has the tokens of one of the weights."""
+    rng = random.Random(0)
+    engine = make_engine(paths[0], max_batch=3, max_in_flight=1)
+    outputs: dict[str, list[RequestOutput]] = {}
+    began, current, sizes = {}, 0, []
+    for number in range(count):
+        for index in range(rng.randint(0, 3)):
+            engine.add_request(prompt_token_ids=PROMPTS[1], params=LONG, request_id=f"{number}-{index}")
+        for _ in range(rng.randint(0, 12)):
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+                began.setdefault(output.request_id, current)
+        running = rng.choice(["finish", "abort"])
+        current = 1 - current
+        source: Any = paths[current] if number % 2 else given(paths[current])
+        engine.update_weights(source, running=running)
+        engine.scheduler.check_integrity()
+        gc.collect()
+        sizes.append(sum(one.numel() for one in gc.get_objects() if type(one) is torch.Tensor))
+    collect(engine, outputs)
+    for name, own in outputs.items():
+        found, last = tokens_of(own), own[-1]
+        weights = began.get(name)
+        known = expected if weights is None else [expected[weights]]
+        assert any(found == one[: len(found)] for one in known), name
+        assert last.finish_reason == "abort" or len(found) == 40
+    # The first updates may fill caches of the process.
+    half = len(sizes) // 2
+    assert max(sizes[half:]) <= max(sizes[: half + 1]) * 1.01 + 1000
+
+
+def test_updates_under_traffic(paths: list[Path], expected: list[list[int]]) -> None:
+    check_traffic(paths, expected, 4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_updates_under_traffic(paths: list[Path], expected: list[list[int]]) -> None:
+    check_traffic(paths, expected, 100)

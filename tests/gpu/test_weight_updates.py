@@ -1,0 +1,54 @@
+"""New weights on a GPU, with graphs and FP8 drafts: the tokens of a new engine, and no memory lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compiled_mtp.request import SamplingParams
+from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engines import make_engine, prompt_of
+
+pytestmark = pytest.mark.gpu
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({"family": "qwen3_5", "hidden_size": 256}, {"draft_dtype": "float8_e4m3fn"}),
+    "moe": ({"family": "qwen3_5_moe"}, {}),
+    "tied": ({"tied": True}, {"draft_vocab": 300}),
+    **{f"fp8_{name}": (options, {}) for name, options in FP8_FAMILIES},
+}
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_engine_gives_the_same_tokens(kind: str, compile: str, tmp_path: Path) -> None:
+    options, settings = KINDS[kind]
+    prompts = [prompt_of(length, length, 500) for length in (3, 70, 140)]
+    settings = settings | {"device": "cuda", "block_size": 64, "prefill_chunk": 128, "compile": compile}
+    paths = [write_checkpoint(tmp_path / str(seed), seed=seed, **options) for seed in (0, 1)]
+    expected = []
+    for path in paths:
+        fresh = make_engine(path, **settings)
+        expected.append([(one.new_token_ids, one.logprobs) for one in fresh.generate(prompts, PARAMS)])
+        fresh.close()
+        del fresh
+    engine = make_engine(paths[0], **settings)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(paths[0].glob("*.safetensors")):
+        tensors |= load_file(file, device="cuda")
+    manifest = {name: (one.shape, one.dtype) for name, one in tensors.items()}
+    allocated = []
+    for turn in range(6):
+        number = (turn + 1) % 2
+        engine.update_weights(paths[1] if number else (manifest, iter(tensors.items())))
+        found = [(one.new_token_ids, one.logprobs) for one in engine.generate(prompts, PARAMS)]
+        assert found == expected[number], turn
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    assert max(allocated[2:]) <= max(allocated[:2])
+    engine.close()
