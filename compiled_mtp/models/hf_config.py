@@ -58,7 +58,7 @@ def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
     generation = read_json(root / "generation_config.json", optional=True)
     fields = family.read(Keys(text), top) | _sampling_fields(root, top, text, generation)
     if max_pixels:
-        fields["vision"] = read_vision(root, top, text, max_pixels)
+        fields["vision"] = read_vision(root, top, text, fields["rotary_dim"], max_pixels)
     return as_stored(ModelConfig(family=family.name, **fields), root)
 
 

@@ -28,11 +28,14 @@ _STEPS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def read_vision(root: Path, top: dict[str, Any], text: dict[str, Any], max_pixels: int) -> VisionConfig:
+def read_vision(
+    root: Path, top: dict[str, Any], text: dict[str, Any], rotary_dim: int, max_pixels: int
+) -> VisionConfig:
     """Return the tower of the checkpoint folder `root`, with images of at most max_pixels pixels.
 
-    top, text: config.json and its text section. Raises ValueError for a checkpoint without a tower, for
-    missing or bad values, and, by name, for what is not supported.
+    top, text: config.json and its text section. rotary_dim: the rotated part of a head of the text model.
+    Raises ValueError for a checkpoint without a tower, for missing or bad values, and, by name, for what is
+    not supported.
     """
     section = Keys(top).section("vision_config")
     if not section:
@@ -50,6 +53,8 @@ def read_vision(root: Path, top: dict[str, Any], text: dict[str, Any], max_pixel
     side = math.isqrt(entries)
     check(side * side == entries, "num_position_embeddings", "be a square", entries, FIX)
     sections = _mrope_section(Keys(text))
+    rule = f"add up to {rotary_dim // 2}, half of the rotated part of a head"
+    check(sum(sections) == rotary_dim // 2, "mrope_section", rule, list(sections), FIX)
     return VisionConfig(
         depth=keys.integer("depth", most=MOST_LAYERS),
         hidden_size=hidden_size,
@@ -78,7 +83,7 @@ def _token_id(top: Keys, name: str, text: dict[str, Any]) -> int:
 
 
 def _mrope_section(text: Keys) -> tuple[int, int, int]:
-    rope = text.values | text.section("rope_parameters")
+    rope = text.values | text.section("rope_scaling") | text.section("rope_parameters")
     section = rope.get("mrope_section")
     are_counts = isinstance(section, list) and len(section) == 3 and all(type(n) is int for n in section)
     check(are_counts, "mrope_section", "be a list of three counts", section, FIX)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.cli import chat, run
+from compiled_mtp.cli import chat, inspect, run
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server import serve
 from tests.docs.error_texts import ROOT
@@ -104,6 +104,11 @@ def test_the_examples_of_the_page(
     serve.make_parser().parse_args(shlex.split(second)[2:])
     exec(compile(found[1][1], "images.md", "exec"), {})
     assert len(capfd.readouterr().out) > 4
+
+
+def test_inspect_names_the_tower(dense: Path, capfd: Any) -> None:
+    assert inspect.main([str(dense), "--device", "cpu"]) == 0
+    assert "vision      33 weights of 0.9 MiB, which max_images loads" in capfd.readouterr().out
 
 
 def test_a_chat_without_a_tower_says_so(dense: Path, image: Path, capfd: Any, monkeypatch: Any) -> None:

@@ -91,6 +91,7 @@ def test_a_config_that_is_not_supported_is_named(broken, changes, message):
     ("changes", "message"),
     [
         ({"mrope_interleaved": False}, "mrope_interleaved must be true"),
+        ({"mrope_section": [11, 11, 11]}, r"mrope_section must add up to 32, .* got \[11, 11, 11\]"),
         ({"mrope_section": [8, 12, 12]}, r"mrope_section must give time the most .* got \[8, 12, 12\]"),
         ({"mrope_section": "11"}, "mrope_section must be a list of three counts"),
         ({"mrope_section": [11, 11]}, "mrope_section must be a list of three counts"),
