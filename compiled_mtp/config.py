@@ -306,7 +306,7 @@ class EngineConfig(BaseSettings):
         default=0,
         ge=0,
         le=_MOST_IMAGES,
-        description="images per request; 0 leaves the vision tower out",
+        description="images per request, 0 for none",
         json_schema_extra=NOT_TRACED,
     )
     max_pixels: int = Field(
