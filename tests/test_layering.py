@@ -40,6 +40,7 @@ ROOMS = (
     "engine",
     "async_engine",
     "terminal",
+    "benchmarks",
     "server",
     "replicas",
     "cli",

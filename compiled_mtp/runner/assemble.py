@@ -68,11 +68,15 @@ def build(
     progress: Progress | None = None,
     fill: Fill | None = None,
     save_to: Path | None = None,
+    memory: MemoryPlan | None = None,
+    tower_path: Path | None = None,
 ) -> Parts:
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
     Every rank calls it with the same arguments, except its own spec. progress, fill and save_to are as in
-    `Runner`. Raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
+    `Runner`. memory: the sizes of an earlier build, None to resolve them from what is free. tower_path: the
+    checkpoint of the vision tower, None for the model's. Raises ValueError for a checkpoint, a machine or a
+    graph_cache that does not fit the config.
     """
     apply(spec)
     if spec.cache is not None:
@@ -82,25 +86,26 @@ def build(
         key = early_key(spec)
         check_key(spec.cache, stored | key)
     target, draft = _load(spec, progress, fill)
-    encoder = _load_tower(spec, fill)
+    encoder = _load_tower(spec, fill, tower_path or spec.config.model)
     if draft is not None:
         allocate = partial(_allocate_draft, spec)
         draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     free_bytes = _free_bytes(spec)
-    max_batch = resolve_max_batch(spec, free_bytes)
+    max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
     buckets = make_buckets(spec, target, max_batch)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
-    memory = resolve_memory(
-        spec,
-        free_bytes=free_bytes,
-        host_bytes=_host_bytes(spec),
-        draft_head_bytes=draft_head_bytes,
-        max_batch=max_batch,
-        most_rows=max(bucket.rows for bucket in buckets),
-    )
+    if memory is None:
+        memory = resolve_memory(
+            spec,
+            free_bytes=free_bytes,
+            host_bytes=_host_bytes(spec),
+            draft_head_bytes=draft_head_bytes,
+            max_batch=max_batch,
+            most_rows=max(bucket.rows for bucket in buckets),
+        )
     models = [target] if draft is None else [target, draft]
     weight_bytes = [sum(parameter.nbytes for parameter in model.parameters()) for model in models]
     recipe = describe_recipe(spec.weight_recipe, spec.weight_formats)
@@ -230,7 +235,7 @@ def _load(
     return target, draft
 
 
-def _load_tower(spec: EngineSpec, fill: Fill | None) -> Encoder | None:
+def _load_tower(spec: EngineSpec, fill: Fill | None, path: Path) -> Encoder | None:
     """The vision tower, whole on every rank; None for a model without images. With `fill` its weights are
     random: benchmarks ask for its time alone."""
     if spec.model.vision is None:
@@ -238,7 +243,7 @@ def _load_tower(spec: EngineSpec, fill: Fill | None) -> Encoder | None:
     if fill is None:
         tower = load_tower(
             spec.model.vision,
-            spec.config.model,
+            path,
             spec.dtype,
             spec.device,
             is_checked=spec.device.type == "cuda" or spec.config.check_weights,

@@ -19,8 +19,6 @@ class Encoder:
 
     def __init__(self, tower: VisionTower) -> None:
         self.tower = tower
-        # Images encoded so far, for statistics.
-        self.num_encoded = 0
         self._features: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         # The residual streams of images that are in the tower.
         self._open: dict[tuple[int, int], torch.Tensor] = {}
@@ -37,7 +35,6 @@ class Encoder:
             self._open[key] = x
             return
         self._features[key] = (span.end, self.tower.merge(x))
-        self.num_encoded += 1
 
     def features(self, slot: int, image: int) -> torch.Tensor:
         """The features of an image whose last slice has run and whose last chunk has not."""

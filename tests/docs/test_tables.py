@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from compiled_mtp.benchmarks.released_shapes import LAYERS, model_config
 from compiled_mtp.cli import chat, run
 from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.models.weights import count_weights, read_formats
@@ -32,9 +33,6 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def test_the_memory_of_each_shape_is_what_the_loader_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from released_shapes import LAYERS, model_config
-
     # As on a GPU that reads every format.
     for name in ("reads_int4", "reads_blocks"):
         monkeypatch.setattr(f"compiled_mtp.models.weight_format.{name}", lambda device: True)

@@ -142,6 +142,19 @@ def test_ranks(dense: Path) -> None:
         assert decode_mixed(engine, 4) == plain_streams(dense)
 
 
+def test_an_engine_that_has_slept_sees_the_same(dense: Path) -> None:
+    engine, found = engine_with_images(dense, mtp_step=1), list[list[int]]()
+    prompt = make_prompt(SIZES[1], 1, pad_of(dense))
+    for _ in range(2):
+        add(engine, "a", prompt, GREEDY)
+        found.append(run_to_end(engine)["a"])
+        engine.sleep()
+        assert engine.runner.encoder is None
+        engine.wake_up()
+    assert found[0] == found[1]
+    assert engine.stats().images == 2
+
+
 def test_statistics_count_images_apart(dense: Path) -> None:
     engine = engine_with_images(dense)
     for name in ("0-0.0", "2-0.0"):
