@@ -188,7 +188,9 @@ class Prompts:
     def _start_slot(self, scheduled: ScheduledRequest) -> list[Move]:
         """Return the moves of a request's first plan: its parameters, and the state of its cached prefix."""
         request = scheduled.request
-        moves: list[Move] = [Admit(scheduled.slot, slot_sampling(request), request.rotary_delta)]
+        text = tuple(request.prompt_token_ids) if self._resources.limits.has_lookup else ()
+        admit = Admit(scheduled.slot, slot_sampling(request), text=text, rotary_delta=request.rotary_delta)
+        moves: list[Move] = [admit]
         if (resumption := scheduled.resumption) is not None:
             slot = Location("slot", scheduled.slot)
             pairs = tuple(

@@ -59,6 +59,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, request: pytest.Fi
         (1, {"prefill_chunk": 128}),
         (3, {"max_in_flight": 1, "prefill_chunk": 512}),
         (3, {"prefix_cache": False}),
+        (3, {"lookup": "auto"}),
         (7, {"max_batch": 2}),
         ("auto", {"mtp_depths": (0, 2), "max_in_flight": 1}),
     ],
