@@ -12,20 +12,30 @@ from compiled_mtp.vision.positions import rotary_positions
 
 
 class ImageInputs:
-    """Rotary positions, and the features that take the place of embeddings, for launches of up to `longest`
-    rows; launches of all lengths share the memory.
+    """Rotary positions, and the features that take the place of embeddings, for launches of `lengths` rows or
+    fewer than the longest; all share the memory.
     """
 
     def __init__(
-        self, encoder: Encoder, longest: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        encoder: Encoder,
+        lengths: Sequence[int],
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self._encoder = encoder
+        self._encoder, longest = encoder, max(lengths)
         self._rotary = torch.zeros(6 * longest, dtype=torch.int64, device=device)
         self._is_image = torch.zeros(longest, dtype=torch.bool, device=device)
         self._features = torch.zeros((longest, hidden_size), dtype=dtype, device=device)
+        # A CUDA graph takes the very tensors that it was captured with.
+        self._of_lengths = {length: self._views(length) for length in lengths}
 
     def of(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tensors of a launch of `rows` rows, as `prefill` takes them."""
+        """The tensors of a launch of `rows` rows, as `prefill` takes them; always the same for a length."""
+        return self._of_lengths.get(rows) or self._views(rows)
+
+    def _views(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return (
             self._rotary[: 6 * rows].view(2, 3, rows),
             self._is_image[:rows],

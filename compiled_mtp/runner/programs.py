@@ -92,7 +92,7 @@ class Programs:
         self.images = (
             None
             if encoder is None
-            else ImageInputs(encoder, self.lengths[-1], like.shape[1], like.dtype, self.device)
+            else ImageInputs(encoder, self.lengths, like.shape[1], like.dtype, self.device)
         )
         self.two_phase = TwoPhaseRound(step)
         # Slots and shape of the round whose first phase has run and whose second phase has not.

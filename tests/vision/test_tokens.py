@@ -12,6 +12,7 @@ import torch
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.memory import vision_bytes
+from compiled_mtp.runner.programs import Programs
 from compiled_mtp.vision.positions import rotary_positions
 from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
@@ -136,6 +137,40 @@ def test_the_plan_counts_what_images_take(dense: Path) -> None:
     inputs = with_images.programs.images
     assert inputs is not None
     assert sum(tensor.nbytes for tensor in inputs.of(64)) < more
+
+
+def test_captured_programs_get_the_tensors_of_their_capture(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With capture replaced by the check of a replay: prompts with images, and their first tokens."""
+    num_replayed = 0
+
+    def capture(program: Any, inputs: Any, pool: Any) -> Any:
+        def replay(*arguments: Any) -> Any:
+            nonlocal num_replayed
+            num_replayed += 1
+            assert all(given is static for given, static in zip(arguments, inputs, strict=True))
+            return program(*inputs)
+
+        return replay
+
+    monkeypatch.setattr("compiled_mtp.runner.program_maker.capture", capture)
+    engine = engine_with_images(dense, mtp_step=1, max_batch=2)
+    runner = engine.runner
+    runner.programs = Programs(
+        runner.step,
+        runner.programs.buckets,
+        64,
+        is_compiled=False,
+        graph_mode="replay",
+        encoder=runner.encoder,
+    )
+    runner.programs.warm_up()
+    streams = plain_streams(dense)
+    for name in ("1-0.0", "2-0.8", "3-0.0"):
+        add(engine, name, *requests(pad_of(dense))[name])
+    assert run_to_end(engine) == {name: streams[name] for name in ("1-0.0", "2-0.8", "3-0.0")}
+    assert num_replayed > 10
 
 
 def test_ranks(dense: Path) -> None:
