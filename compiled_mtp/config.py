@@ -306,6 +306,13 @@ class EngineConfig(BaseSettings):
         "JSON list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
         json_schema_extra=NOT_TRACED,
     )
+    lookup: Literal["auto", "off"] = Field(
+        default="off",
+        description="auto to take drafts from the request's own text too, where its last tokens stood "
+        "before: for edits, quotes and agents; up to 15 of them with max_batch up to 8; no token depends on "
+        "it",
+        json_schema_extra=NOT_TRACED,
+    )
     draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
         default="auto",
         description="dtype of weights that only drafts read (the MTP layer's linears, a copy of the head's "

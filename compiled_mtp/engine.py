@@ -152,11 +152,13 @@ class Engine(WeightControl):
         spec = resolve(self.config, self.model_config, num_valid_ids, is_checkpoint=fill is None)
         self.runner = make_runner(spec, progress, fill, save_to=save_to)
         self._depths = self._make_depths()
-        depth = None if self._depths is None else self._depths.choose
-        self.scheduler = Scheduler(limits_of(spec, self.runner.memory), depth=depth)
+        depth = widen = None
+        if self._depths is not None:
+            depth, widen = self._depths.choose, self._depths.widen
+        self.scheduler = Scheduler(limits_of(spec, self.runner.memory), depth=depth, widen=widen)
         self._masks = Masks(
             vocab_size,
-            self.runner.memory.max_batch * (spec.mtp_step + 1),
+            spec.most_rows(self.runner.memory.max_batch),
             spec.max_in_flight + 1,
             self.config.mask_threads,
             is_pinned=spec.device.type == "cuda",
@@ -499,7 +501,7 @@ class Engine(WeightControl):
     def stats(self) -> EngineStats:
         """Return what the engine holds now, and sums over its lifetime. Any thread may call it."""
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
-        memory = self.runner.memory
+        memory, is_auto = self.runner.memory, self.config.mtp_step == "auto"
         snapshots_bytes = prefix.index.num_snapshots_used * memory.snapshot_bytes
         prefix_tier_bytes = prefix.prefix_host.num_records_used * memory.snapshot_bytes
         return EngineStats(
@@ -511,7 +513,7 @@ class Engine(WeightControl):
             prompt_tokens=totals.prompt_tokens,
             output_tokens=totals.output_tokens,
             speculation=totals.speculation,
-            rounds_by_depth={} if self._depths is None else self._depths.rounds(),
+            rounds_by_depth={} if self._depths is None or not is_auto else self._depths.rounds(),
             cached_tokens=totals.cached_tokens,
             prefix_hits=prefix.num_hits,
             prefix_lookups=prefix.num_lookups,
@@ -550,13 +552,15 @@ class Engine(WeightControl):
             self._turn.leave()
 
     def _make_depths(self) -> DepthPolicy | None:
-        """Return the policy that chooses the depth of each round; None for a fixed mtp_step."""
-        if self.config.mtp_step != "auto":
+        """Return the policy that chooses the shape of each round; None if all rounds have the same."""
+        spec = self.runner.spec
+        if self.config.mtp_step != "auto" and not spec.wide_shapes:
             return None
         depths, programs = self.config.depths, self.runner.programs
         begin = first_depth(depths)
         sizes = [b.groups for b in programs.buckets if b.shape == (begin, begin)]
-        return DepthPolicy(depths if self.runner.later is None else (begin,), sizes)
+        ready = depths if self.runner.later is None else (begin,)
+        return DepthPolicy(ready, sizes, max_drafts=spec.max_drafts)
 
     def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
         """Add a depth whose programs have become ready, if one has."""

@@ -62,11 +62,13 @@ class SlotSampling:
 class Admit:
     """Give a slot to a request: registered rows take their initial values, and `sampling` is written.
 
-    A request that resumes after a cached prefix starts its slot in this way too.
+    A request that resumes after a cached prefix starts its slot in this way too. text: the prompt's ids, in
+    which drafts are looked up; empty without lookup.
     """
 
     slot: int
     sampling: SlotSampling
+    text: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +212,12 @@ class StepResult:
     token_ids: the tokens that each request gained: [y_0] after the last chunk of a prompt, [] after others.
     not_finite: indices in plan.slots of requests whose next token could not be drawn because its row of
     logits is not finite; token_ids holds the tokens drawn before that row. all_masked: likewise, because
-    every id of that row is masked. drafts: the next round's, if the plan wants them, else empty. copies_done:
-    ids of complete copies. copies_failed: ids of copies that never began because there was no memory for
-    their target. logprobs: those of token_ids, if the plan wants them, else empty; prompt_logprobs: those of
-    plan.next_ids. is_late: the device finished at an unknown time before the host read the result. With an
-    error, none of the plan's copies still runs.
+    every id of that row is masked. drafts: the next round's, if the plan wants them, else empty. matches:
+    with lookup, the match lengths of the drafts that a round verified and of those that the launch leaves, 0
+    for a chain's; else empty. copies_done: ids of complete copies. copies_failed: ids of copies that never
+    began because there was no memory for their target. logprobs: those of token_ids, if the plan wants them,
+    else empty; prompt_logprobs: those of plan.next_ids. is_late: the device finished at an unknown time
+    before the host read the result. With an error, none of the plan's copies still runs.
     """
 
     plan: StepPlan
@@ -228,3 +231,4 @@ class StepResult:
     logprobs: Sequence[RowLogprobs] = ()
     prompt_logprobs: RowLogprobs | None = None
     is_late: bool = False
+    matches: Sequence[Sequence[int]] = ()

@@ -68,12 +68,15 @@ class Guide(Protocol):
 class RequestHistory:
     """The counts behind the metrics of one request; it only grows, so that each metrics object is a prefix.
 
-    rounds: for each verify round, the drafts that it verified and kept, as verified * 16 + kept.
+    mtp_step: the most drafts of a chain; max_drafts: the most that a round verifies, 0 for mtp_step. rounds:
+    for each verify round, the drafts that it verified and kept, as verified * 16 + kept, plus LOOKED_UP if
+    they were looked up in the text.
     """
 
     prompt_tokens: int
     seed: int
     mtp_step: int = 0
+    max_drafts: int = 0
     rounds: list[int] = field(default_factory=list)
     time_to_first_token_s: float | None = None
     cached_tokens: int = 0
@@ -115,26 +118,54 @@ class RequestMetrics(NamedTuple):
 
     @property
     def rounds_by_accepted(self) -> list[int]:
-        """[mtp_step + 1] Verify rounds that kept exactly n drafts, for each n."""
-        return self._count_rounds()[0]
+        """[max_drafts + 1] Verify rounds that kept exactly n drafts, for each n."""
+        chain, looked_up = self._count_rounds(0), self._count_rounds(LOOKED_UP)
+        return [sum(counts) for counts in zip(chain[0], looked_up[0], strict=True)]
+
+    @property
+    def drafted(self) -> int:
+        """Drafts that the rounds verified, whoever made them."""
+        return sum(pair % LOOKED_UP // _MOST_KEPT for pair in self.history.rounds[: self.rounds])
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that the rounds kept."""
+        return sum(pair % _MOST_KEPT for pair in self.history.rounds[: self.rounds])
 
     @property
     def accepted_by_index(self) -> list[int]:
-        """[mtp_step] Rounds that kept draft i + 1, for each i."""
-        return _at_least(self._count_rounds()[0])
+        """[mtp_step] Rounds that kept draft i + 1 of a chain, for each i."""
+        return _at_least(self._count_rounds(0)[0])[: self.history.mtp_step]
 
     @property
     def drafted_by_index(self) -> list[int]:
-        """[mtp_step] Rounds that had a draft i + 1 to verify, for each i."""
-        return _at_least(self._count_rounds()[1])
+        """[mtp_step] Rounds that had a draft i + 1 of a chain to verify, for each i."""
+        return _at_least(self._count_rounds(0)[1])[: self.history.mtp_step]
 
-    def _count_rounds(self) -> tuple[list[int], list[int]]:
-        """Return rounds by the number of kept drafts, and by the number of verified drafts."""
-        width = self.history.mtp_step + 1
+    @property
+    def lookup_rounds(self) -> int:
+        """Verify rounds whose drafts were looked up in the text."""
+        return sum(self._count_rounds(LOOKED_UP)[0])
+
+    @property
+    def lookup_drafted(self) -> int:
+        """Drafts of these rounds."""
+        return sum(_at_least(self._count_rounds(LOOKED_UP)[1]))
+
+    @property
+    def lookup_accepted(self) -> int:
+        """Kept drafts of these rounds."""
+        return sum(_at_least(self._count_rounds(LOOKED_UP)[0]))
+
+    def _count_rounds(self, source: int) -> tuple[list[int], list[int]]:
+        """Return rounds of one source, 0 (a chain) or LOOKED_UP, by the number of kept drafts, and by the
+        number of verified drafts."""
+        width = max(self.history.mtp_step, self.history.max_drafts) + 1
         kept, verified = [0] * width, [0] * width
         for pair, count in Counter(self.history.rounds[: self.rounds]).items():
-            kept[pair % _MOST_KEPT] += count
-            verified[pair // _MOST_KEPT] += count
+            if pair & LOOKED_UP == source:
+                kept[pair % _MOST_KEPT] += count
+                verified[pair % LOOKED_UP // _MOST_KEPT] += count
         return kept, verified
 
 
@@ -143,14 +174,17 @@ def _at_least(counts: list[int]) -> list[int]:
     return [sum(counts[n:]) for n in range(1, len(counts))]
 
 
-# Above every mtp_step that is allowed.
+# Above every number of drafts that a round may verify.
 _MOST_KEPT = 16
+LOOKED_UP = 256
+"""Marks a round whose drafts were looked up in the request's text."""
 # The id in place of a missing draft, if a request skipped a round or was offloaded and so has fewer drafts.
 NO_DRAFT = 0
 
 
 class RoundDrafts(NamedTuple):
-    """The drafts of one verify round, in order; the first num_accepted were kept.
+    """The drafts of one verify round, in order; the first num_accepted were kept. is_looked_up: they stand in
+    the request's own text; otherwise the model's MTP head made them.
 
     The kept drafts are the round's tokens; the token after them is the target's own, in place of the next
     draft if there was one. A draft that a stop cut off counts as not kept.
@@ -158,6 +192,7 @@ class RoundDrafts(NamedTuple):
 
     token_ids: list[int]
     num_accepted: int
+    is_looked_up: bool = False
 
 
 class RequestOutput(NamedTuple):
@@ -201,8 +236,9 @@ class Request:
     whole output, if it is given instead of drawn: log probabilities are then its scores, and neither stop
     ids nor stop strings end it. error: why the
     grammar ended the request, or length_reason if that limit ended it before max_tokens and max_model_len.
-    `max_output`, length_reason, and seed and mtp_step of `history`, may be changed until the scheduler has
-    the request. Raises ValueError for an empty prompt and for stop strings without a detokenizer.
+    `max_output`, length_reason, and seed, mtp_step and max_drafts of `history`, may be changed until the
+    scheduler has the request. Raises ValueError for an empty prompt and for stop strings without a
+    detokenizer.
     """
 
     request_id: str
@@ -304,12 +340,14 @@ class Request:
         now_s: float,
         *,
         has_bonus: bool = True,
+        is_looked_up: bool = False,
         logprobs: RowLogprobs | None = None,
     ) -> tuple[list[int], str]:
         """Take the tokens of one result; return those kept and their text, cut together at the first stop.
 
         num_drafts: the drafts of the verify round that emitted the tokens; None for the token of a prefill.
-        All tokens were drafts except the last; with has_bonus False, the last too. There may be more kept
+        All tokens were drafts except the last; with has_bonus False, the last too. is_looked_up: the drafts
+        were looked up in the text. There may be more kept
         tokens than drafts, because a round verifies id 0 in place of a missing draft. now_s: the time by
         time.monotonic(). logprobs: those of token_ids, if requested. Sets finish_reason and error. Call
         `commit` once the output can be taken.
@@ -343,7 +381,8 @@ class Request:
             # A stop that cut the round cut its bonus token off.
             if has_bonus and num_kept == len(token_ids):
                 num_kept -= 1
-            rounds.append(max(num_drafts, num_kept) * _MOST_KEPT + num_kept)
+            source = LOOKED_UP if is_looked_up else 0
+            rounds.append(source + max(num_drafts, num_kept) * _MOST_KEPT + num_kept)
         self.metrics = new_tuple(RequestMetrics, (history, len(rounds), len(output), total_s))
         if self.finish_reason is not None:
             text += self.finish(self.finish_reason)
@@ -408,10 +447,11 @@ class Request:
             return None
         if drafts is None:
             return []
-        verified, kept = divmod(self.history.rounds[-1], _MOST_KEPT)
+        last = self.history.rounds[-1]
+        verified, kept = divmod(last % LOOKED_UP, _MOST_KEPT)
         own = list(drafts[num_known : num_known + verified])
         # The ids 0 that it verified in place of missing drafts may have been right too.
-        return [RoundDrafts(own + [NO_DRAFT] * (verified - len(own)), kept)]
+        return [RoundDrafts(own + [NO_DRAFT] * (verified - len(own)), kept, last >= LOOKED_UP)]
 
     def add_prompt_logprobs(self, start: int, token_ids: Sequence[int], rows: RowLogprobs) -> None:
         """Take the log probabilities that a chunk from `start` on gives to token_ids, the prompt's next ids.

@@ -27,6 +27,7 @@ from compiled_mtp.models.draft_weights import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows, Rows
+from compiled_mtp.ops.find_drafts import LookupState, find_drafts
 from compiled_mtp.ops.linear import NARROW_ROWS, linear
 from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
 from compiled_mtp.ops.window import (
@@ -38,14 +39,15 @@ from compiled_mtp.ops.window import (
     place_chain,
     read_window,
 )
-from compiled_mtp.step_output import pack_round
+from compiled_mtp.step_output import NUM_MATCHES, LeftDrafts, pack_round
 
 
 class Step(nn.Module):
     """The models, their caches and the slots' rows, in one module so that the compiler sees every tensor at a
     static address.
 
-    mtp_step is the largest number of drafts that a round verifies or leaves.
+    mtp_step is the largest number of drafts that a chain leaves; a round verifies at most as many as a slot
+    holds.
     """
 
     cos_sin: torch.Tensor
@@ -115,8 +117,10 @@ class Step(nn.Module):
 
         state_index [B] int32: the requests' slots, 0 for padding. Returns a packed StepOutput of W tokens and
         S2 drafts per request. Mutates the caches and the slots' cursors, last tokens, histories and drafts:
-        S2 ids, then zeros. A round without drafts (S1 = S2 = 0) defers the draft model's inputs: run
-        `catch_up` before a slot's ring of them is full, and before the next round with drafts.
+        S2 ids, then zeros; with lookup, all of them may be ids from the request's text instead, and the
+        output has as many drafts as a slot holds. A round without drafts (S1 = S2 = 0) defers the draft
+        model's inputs: run `catch_up` before a slot's ring of them is full, and before the next round with
+        drafts.
         """
         # 1. Read the window: last token and drafts [t, d_1 .. d_S1] at positions pos .. pos + S1.
         window = self.read_window(state_index=state_index, shape=shape)
@@ -131,8 +135,9 @@ class Step(nn.Module):
         #    becomes pos, and pos moves past the new tokens.
         accepted = self.accept_and_commit(state_index=state_index, window=window, sampled=sampled)
 
-        # 5. Make the draft's KV true for every row, then draft d_1 .. d_S2 from the bonus token.
-        drafts = self.extend_and_draft(
+        # 5. Make the draft's KV true for every row, then draft d_1 .. d_S2 from the bonus token. Drafts from
+        #    the text take their place where the last tokens stood before.
+        left = self.extend_and_draft(
             state_index=state_index,
             window=window,
             tokens=self.round_tokens(sampled, accepted),
@@ -142,7 +147,7 @@ class Step(nn.Module):
         )
 
         # 6. Pack new tokens and drafts into one tensor for one copy to the host.
-        return pack_round(accepted=accepted, drafts=drafts)
+        return pack_round(accepted=accepted, left=left)
 
     def read_window(self, state_index: torch.Tensor, shape: RoundShape) -> Window:
         """1. The W rows of each request, from the slots' cursors, drafts and block tables."""
@@ -202,6 +207,8 @@ class Step(nn.Module):
             end=self.max_model_len,
             hash_limit=self.hash_limit,
             forced_ids=self.slots.forced_ids,
+            token_ids=self.slots.token_ids,
+            matched=self.slots.matched,
         )
 
     def round_tokens(self, sampled: Sampled, accepted: Accepted) -> torch.Tensor:
@@ -216,14 +223,14 @@ class Step(nn.Module):
         hidden: torch.Tensor,
         accepted: Accepted,
         shape: RoundShape,
-    ) -> torch.Tensor:
+    ) -> LeftDrafts:
         """5. Write each row's input (drawn token, hidden before it) into the draft's KV and draft S2 tokens.
 
-        tokens [B * W], hidden [B * W, H]. Returns the drafts [B, S2]. Mutates the draft's KV and the slots'
-        drafts or deferred draft inputs.
+        tokens [B * W], hidden [B * W, H]. Returns the drafts of the next round. Mutates the draft's KV and
+        the slots' drafts or deferred draft inputs.
         """
         if self.draft is None:
-            return tokens.new_empty((state_index.shape[0], 0))
+            return LeftDrafts(tokens.new_empty((state_index.shape[0], 0)), None)
         if shape.verify == shape.chain == 0:
             return self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
         rows = _decode_rows(state_index, window).moved(accepted.positions, accepted.kv_slots)
@@ -239,7 +246,7 @@ class Step(nn.Module):
                 block_size=self.kv_cache.block_size,
             )
         drafts = self.draft_chain(drafted, accepted.bonus, rows, *chain, num_drafts=shape.chain)
-        return self.store_drafts(state_index, drafts)
+        return self.leave_drafts(state_index, drafts, accepted.packed)
 
     def draw(
         self,
@@ -317,16 +324,53 @@ class Step(nn.Module):
             drafts.append(token[:, None])
         return torch.cat(drafts, dim=1)
 
-    def store_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Write drafts [B, S] into the slots and return them; the slots' other drafts become id 0.
+    def leave_drafts(
+        self, state_index: torch.Tensor, drafts: torch.Tensor, accepted: torch.Tensor | None = None
+    ) -> LeftDrafts:
+        """Leave each slot with a chain's drafts [B, S], or with lookup with drafts from its text where these
+        are likelier. Mutates the slots' drafts.
+
+        accepted: `packed` of `accept_window`, None for a first token.
+        """
+        slots = self.slots
+        if slots.token_ids is None:
+            return self.store_drafts(state_index, drafts)
+        assert slots.matched is not None
+        assert slots.threshold is not None
+        assert slots.chain_kept is not None
+        found = find_drafts(
+            slots.token_ids,
+            state_index=state_index,
+            pos=slots.pos,
+            chain=drafts,
+            lookup=LookupState(slots.matched, slots.threshold, slots.chain_kept),
+            drafts=slots.drafts,
+            accepted=accepted,
+        )
+        return LeftDrafts(found.drafts, found.matches)
+
+    def leave_nothing(self, state_index: torch.Tensor, num_drafts: int) -> LeftDrafts:
+        """Return ids 0 in the place of drafts [B, num_drafts]; mutates nothing."""
+        ids = self.slots.pos.new_zeros((state_index.shape[0], num_drafts))
+        return LeftDrafts(ids, self._no_matches(ids))
+
+    def store_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> LeftDrafts:
+        """Write a chain's drafts [B, S] into the slots and return them; the slots' other drafts become id 0.
 
         A deeper round then verifies drafts that the host knows too. Padding keeps zeros.
         """
         is_live = state_index > 0
         missing = drafts.new_zeros((drafts.shape[0], self.slots.drafts.shape[1] - drafts.shape[1]))
         row = torch.cat((drafts, missing), dim=1)
-        self.slots.drafts[state_index.to(torch.int64)] = torch.where(is_live[:, None], row, 0)
-        return drafts
+        index = state_index.to(torch.int64)
+        self.slots.drafts[index] = torch.where(is_live[:, None], row, 0)
+        if self.slots.matched is not None:
+            self.slots.matched[index] = torch.zeros_like(state_index)
+        return LeftDrafts(drafts, self._no_matches(drafts))
+
+    def _no_matches(self, drafts: torch.Tensor) -> torch.Tensor | None:
+        """The matches of a chain's drafts [B, S]: zeros, or None without lookup."""
+        return None if self.slots.matched is None else drafts.new_zeros((drafts.shape[0], NUM_MATCHES))
 
     def sampling_tables(self) -> SamplingTables:
         """The slots' sampling parameters, as `sample` and `filter_logits` take them."""
@@ -339,7 +383,7 @@ class Step(nn.Module):
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         accepted: Accepted,
-    ) -> torch.Tensor:
+    ) -> LeftDrafts:
         """Store the draft inputs of a round of one row per request for `catch_up`; returns no drafts [B, 0].
 
         Mutates the slots' rings of deferred inputs and their drafts, which become zeros.

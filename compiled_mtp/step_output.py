@@ -14,12 +14,14 @@ from compiled_mtp.ops.window import Accepted
 _FIRST = 2
 # Log probability, rank and entropy of a token, then the likeliest ids and their log probabilities.
 _LOGPROB_WIDTH = 3 + 2 * NUM_TOP
+NUM_MATCHES = 2
 
 
 class OutputRow(NamedTuple):
     """What one request gained, on the host: the fields of StepOutput.
 
-    is_masked: the row after the first num_finite was not drawn from because all its ids are masked.
+    is_masked: the row after the first num_finite was not drawn from because all its ids are masked. matches
+    is empty without lookup.
     """
 
     num_new: int
@@ -27,6 +29,7 @@ class OutputRow(NamedTuple):
     tokens: list[int]
     drafts: list[int]
     is_masked: bool
+    matches: list[int]
 
 
 class HostOutput(Sequence[OutputRow]):
@@ -36,9 +39,10 @@ class HostOutput(Sequence[OutputRow]):
     reading a result.
     """
 
-    def __init__(self, rows: list[list[int]], num_tokens: int) -> None:
+    def __init__(self, rows: list[list[int]], num_tokens: int, *, has_matches: bool = False) -> None:
         self._rows = rows
         self._end = _FIRST + num_tokens
+        self._first_draft = self._end + has_matches * NUM_MATCHES
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -47,7 +51,8 @@ class HostOutput(Sequence[OutputRow]):
         row = self._rows[index]
         is_masked = row[1] < 0
         num_finite = -1 - row[1] if is_masked else row[1]
-        return OutputRow(row[0], num_finite, row[_FIRST : self._end], row[self._end :], is_masked)
+        tokens, matches = row[_FIRST : self._end], row[self._end : self._first_draft]
+        return OutputRow(row[0], num_finite, tokens, row[self._first_draft :], is_masked, matches)
 
     def drawn_tokens(self, count: int) -> list[list[int]]:
         """Return the new tokens of each of the first `count` requests, up to one that could not be drawn."""
@@ -61,7 +66,11 @@ class HostOutput(Sequence[OutputRow]):
 
     def drafts(self, count: int) -> list[list[int]]:
         """Return the drafts of the first `count` requests."""
-        return [row[self._end :] for row in self._rows[:count]]
+        return [row[self._first_draft :] for row in self._rows[:count]]
+
+    def matches(self, count: int) -> list[list[int]]:
+        """Return the match lengths of the first `count` requests."""
+        return [row[self._end : self._first_draft] for row in self._rows[:count]]
 
 
 class StepOutput(NamedTuple):
@@ -70,32 +79,48 @@ class StepOutput(NamedTuple):
     num_new [B]: tokens gained, 0 for padding. num_finite [B]: how many of these, from the first on, could be
     drawn; a request whose num_finite is below num_new must end there, because the next row's logits are not
     finite. It is -1 - num_finite if all ids of that row are masked instead. tokens [B, W]: the first num_new
-    are the request's. drafts [B, S]: those of the next round.
+    are the request's. drafts [B, S]: those of the next round. matches [B, 2], with lookup: the match lengths
+    of the drafts that the round verified and of `drafts`, 0 for a chain's.
     """
 
     num_new: torch.Tensor
     num_finite: torch.Tensor
     tokens: torch.Tensor
     drafts: torch.Tensor
+    matches: torch.Tensor | None = None
 
     def pack(self) -> torch.Tensor:
-        """Return the record as one tensor [B, 2 + W + S], for one copy to the host."""
-        return torch.cat((self.num_new[:, None], self.num_finite[:, None], self.tokens, self.drafts), dim=1)
+        """Return the record as one tensor [B, 2 + W + S], or [B, 2 + W + 2 + S] with matches, for one copy to
+        the host."""
+        head = (self.num_new[:, None], self.num_finite[:, None], self.tokens)
+        matches = () if self.matches is None else (self.matches,)
+        return torch.cat((*head, *matches, self.drafts), dim=1)
 
     @staticmethod
-    def unpack(packed: torch.Tensor, num_tokens: int, *, num_logprobs: int = 0) -> HostOutput:
-        """Return the rows of `packed` [B, 2 + num_tokens + S], whose copy must be complete.
+    def unpack(
+        packed: torch.Tensor, num_tokens: int, *, num_logprobs: int = 0, has_matches: bool = False
+    ) -> HostOutput:
+        """Return the rows of `packed`, whose copy must be complete.
 
-        num_logprobs: how often `pack_logprobs` has appended columns, which are left out.
+        num_logprobs: how often `pack_logprobs` has appended columns, which are left out. has_matches: it
+        holds matches.
         """
         end = packed.shape[1] - num_logprobs * num_tokens * _LOGPROB_WIDTH
-        return HostOutput((packed[:, :end] if num_logprobs else packed).tolist(), num_tokens)
+        rows = (packed[:, :end] if num_logprobs else packed).tolist()
+        return HostOutput(rows, num_tokens, has_matches=has_matches)
 
 
-def pack_round(accepted: Accepted, drafts: torch.Tensor) -> torch.Tensor:
-    """Return the packed StepOutput of a round that leaves `drafts` [B, S]."""
+class LeftDrafts(NamedTuple):
+    """The drafts [B, S] that a launch leaves, and `matches` of StepOutput: None without lookup."""
+
+    ids: torch.Tensor
+    matches: torch.Tensor | None
+
+
+def pack_round(accepted: Accepted, left: LeftDrafts) -> torch.Tensor:
+    """Return the packed StepOutput of a round."""
     head = accepted.packed
-    return StepOutput(num_new=head[:, 0], num_finite=head[:, 1], tokens=head[:, 2:], drafts=drafts).pack()
+    return StepOutput(head[:, 0], head[:, 1], head[:, 2:], left.ids, left.matches).pack()
 
 
 def pack_logprobs(packed: torch.Tensor, logprobs: RowLogprobs) -> torch.Tensor:

@@ -500,7 +500,8 @@ def make_scheduler(
         "mtp_step": 3,
         "max_in_flight": 1,
     }
-    scheduler = FittingScheduler(Limits(**(defaults | numbers)), depth=depth)
+    given = defaults | numbers
+    scheduler = FittingScheduler(Limits(**({"max_drafts": given["mtp_step"]} | given)), depth=depth)
     if is_two_phase is not None:
         split_rounds(scheduler, is_two_phase)
     return scheduler

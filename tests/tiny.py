@@ -109,6 +109,7 @@ def build_step(
     is_poisoned: bool = True,
     synthetic_acceptance: float | None = None,
     has_forced_ids: bool = False,
+    has_text: bool = False,
 ) -> Step:
     """Return a step over random weights, the same for the same config; its caches hold NaN by default."""
     place = torch.device(device)
@@ -127,12 +128,14 @@ def build_step(
         SlotState(
             max_batch + 2,
             mtp_step,
+            mtp_step,
             blocks_each,
             config.hidden_size,
             config.vocab_size,
             dtype,
             place,
             num_forced=max_model_len if has_forced_ids else 0,
+            text_length=max_model_len if has_text else 0,
         ),
         rotary_table(config, max_model_len, place),
         mtp_step,

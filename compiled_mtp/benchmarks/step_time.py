@@ -102,6 +102,7 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
         max_model_len=memory.max_model_len,
         prefill_chunk=chunk,
         mtp_step=spec.mtp_step,
+        max_drafts=spec.max_drafts,
         max_in_flight=spec.max_in_flight,
     )
     scheduler = Scheduler(limits)

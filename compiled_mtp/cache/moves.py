@@ -163,11 +163,17 @@ class Moves:
             if entry.initial is not None:
                 entry.tensor[rows] = entry.initial
         write_sampling(self.slot_tensors, admitted, self._to_device)
+        for move in admitted:
+            if move.text:
+                text = self._to_device(torch.tensor(move.text, dtype=torch.int32))
+                self.slot_tensors["token_ids"][move.slot, : len(text)] = text
 
     def _draft(self, moves: Sequence[Draft]) -> None:
         entries = [(move.slot, k, token_id) for move in moves for k, token_id in enumerate(move.token_ids)]
         slots, columns, token_ids = map(self._indices, zip(*entries, strict=True))
         self.slot_tensors["drafts"][slots, columns] = token_ids
+        if "matched" in self.slot_tensors:
+            self.slot_tensors["matched"][slots] = 0
 
     def _copy(self, copy: Copy, step_id: int) -> bool:
         """Queue a copy; return False if there is no memory for its target."""

@@ -10,10 +10,22 @@ from torch import nn
 from compiled_mtp.cache.slot_sampling import MAX_BAD_WORDS, MAX_STOP_IDS
 from compiled_mtp.cache.slot_tensors import SlotTensor
 from compiled_mtp.ops.features import RECENT_IDS
+from compiled_mtp.ops.find_drafts import FIRST_CHAIN_KEPT, FIRST_THRESHOLD
 
 # The rows' values at admission. Sampling parameters come with the admission itself; the other rows are
 # written before they are read.
-_INITIAL = {"base": 0, "pos": 0, "last_token": 0, "drafts": 0, "num_deferred": 0, "forced_ids": -1}
+_INITIAL = {
+    "base": 0,
+    "pos": 0,
+    "last_token": 0,
+    "drafts": 0,
+    "num_deferred": 0,
+    "forced_ids": -1,
+    "matched": 0,
+    "threshold": FIRST_THRESHOLD,
+    "chain_kept": FIRST_CHAIN_KEPT,
+}
+_LOOKUP = ("matched", "threshold", "chain_kept")
 
 
 def sampling_bytes(vocab_size: int, num_forced: int = 0) -> int:
@@ -27,15 +39,16 @@ def sampling_bytes(vocab_size: int, num_forced: int = 0) -> int:
 class SlotState(nn.Module):
     """Everything the next step needs of a request, indexed by slot; row 0 is the padding row and stays zero.
 
-    base, pos, last_token, seed [slots] int64; drafts [slots, max(mtp_step, 1)] int64; block_table [slots,
-    blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
+    base, pos, last_token, seed [slots] int64; drafts [slots, max(max_drafts, 1)] int64; block_table
+    [slots, blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
     prefill chunk. Deferred draft inputs, in rings by position mod mtp_step + 1: deferred_ids [slots,
     mtp_step + 1] int64 and deferred_hidden [slots, mtp_step + 1, hidden] hold (token j, hidden j - 1) for the
     last num_deferred [slots] int64 positions up to pos. The sampling tables are those of `SamplingTables`,
     written by `write_sampling`. A request whose features need them counts its emitted tokens in
     output_counts [slots, vocab_size] and keeps the last ones in recent_ids [slots, RECENT_IDS].
     forced_ids [slots, num_forced] int32, None for num_forced 0: the ids that are committed in the place of
-    samples, by position; -1 for none.
+    samples, by position; -1 for none. For lookup, None for text_length 0: token_ids [slots, text_length]
+    int32, the ids of prompt and output by position, and the fields of `LookupState`.
     """
 
     base: torch.Tensor
@@ -65,10 +78,15 @@ class SlotState(nn.Module):
     bad_word_lengths: torch.Tensor
     recent_ids: torch.Tensor
     forced_ids: torch.Tensor | None
+    token_ids: torch.Tensor | None
+    matched: torch.Tensor | None
+    threshold: torch.Tensor | None
+    chain_kept: torch.Tensor | None
 
     def __init__(
         self,
         slots: int,
+        max_drafts: int,
         mtp_step: int,
         max_blocks: int,
         hidden_size: int,
@@ -76,6 +94,7 @@ class SlotState(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         num_forced: int = 0,
+        text_length: int = 0,
     ) -> None:
         super().__init__()
 
@@ -84,7 +103,7 @@ class SlotState(nn.Module):
 
         for name in ("base", "pos", "last_token", "seed", "min_position", "num_deferred"):
             buffer(name, (slots,), torch.int64)
-        buffer("drafts", (slots, max(mtp_step, 1)), torch.int64)
+        buffer("drafts", (slots, max(max_drafts, 1)), torch.int64)
         buffer("block_table", (slots, max_blocks), torch.int32, -1)
         buffer("last_hidden", (slots, hidden_size), dtype)
         buffer("deferred_ids", (slots, mtp_step + 1), torch.int64)
@@ -106,6 +125,15 @@ class SlotState(nn.Module):
             buffer("forced_ids", (slots, num_forced), torch.int32, -1)
         else:
             self.register_buffer("forced_ids", None)
+        if text_length:
+            buffer("token_ids", (slots, text_length), torch.int32)
+        else:
+            self.register_buffer("token_ids", None)
+        for name in _LOOKUP:
+            if text_length:
+                buffer(name, (slots,), torch.int32, _INITIAL[name])
+            else:
+                self.register_buffer(name, None)
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
         """Yield what is admitted and moved with a request: all tensors but the block table, which plans

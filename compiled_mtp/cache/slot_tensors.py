@@ -47,5 +47,8 @@ class SlotTensors:
     def __iter__(self) -> Iterator[SlotTensor]:
         return iter(self._by_name.values())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._by_name[name].tensor

@@ -4,7 +4,7 @@ Verification does not write a state per row of the window. The state is valid fo
 indexed by absolute position mod `ring_length` hold the entries of later tokens (k after l2norm,
 u = beta (v - read), exp(g)) and the raw inputs of the convolution. The next verification folds [base, pos)
 into the state, so a rejection only changes an integer: rejected entries are overwritten. A request has one
-state, whatever mtp_step; only its rings grow with it.
+state, however many drafts a round verifies; only its rings grow with that number.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from compiled_mtp.cache.stacked import stack
 from compiled_mtp.model_config import ModelConfig
 
 
-def ring_length(mtp_step: int, conv_kernel: int) -> int:
-    """The smallest power of two >= max(2 W, W + conv_kernel - 1), W = mtp_step + 1.
+def ring_length(max_drafts: int, conv_kernel: int) -> int:
+    """The smallest power of two >= max(2 W, W + conv_kernel - 1), W = max_drafts + 1.
 
     2 W: a write at pos..pos+W-1 must not hit an entry of [base, pos) that another program still folds.
     W + conv_kernel - 1: it must not hit a raw input that the window's first rows still read.
     """
-    query_len = mtp_step + 1
+    query_len = max_drafts + 1
     needed = max(2 * query_len, query_len + conv_kernel - 1)
     return 1 << (needed - 1).bit_length()
 
@@ -58,10 +58,10 @@ class StateCache(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, slots: int, mtp_step: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, slots: int, max_drafts: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.ring_length = ring = ring_length(mtp_step, config.conv_kernel)
+        self.ring_length = ring = ring_length(max_drafts, config.conv_kernel)
         num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
         dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
 

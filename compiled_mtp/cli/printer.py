@@ -27,6 +27,9 @@ _METRICS = (
     "rounds_by_accepted",
     "accepted_by_index",
     "drafted_by_index",
+    "lookup_rounds",
+    "lookup_drafted",
+    "lookup_accepted",
     "time_to_first_token_s",
     "total_s",
 )

@@ -55,6 +55,8 @@ def summarize(outcomes: Sequence[Outcome]) -> str:
             lambda run: " ".join(f"{rate:.2f}" for rate in _speculation(run).acceptance_by_index) or "-",
         ),
     ]
+    if any(_speculation(run).lookup_rounds for run in outcomes):
+        rows.append(("looked-up drafts kept", _looked_up))
     if any(run.rounds_by_depth for run in outcomes):
         rows.append(("rounds by depth", _rounds_by_depth))
     cells = [("", *(f"mtp_step {run.mtp_step}" for run in outcomes))]
@@ -98,6 +100,12 @@ def _first_token(run: Outcome) -> str:
         one.time_to_first_token_s for one in _every_metrics(run) if one.time_to_first_token_s is not None
     ]
     return f"{statistics.median(times):.3f}" if times else "-"
+
+
+def _looked_up(run: Outcome) -> str:
+    """Return how many looked-up drafts were kept, of how many, and in how many rounds."""
+    stats = _speculation(run)
+    return f"{stats.lookup_accepted} of {stats.lookup_drafted} in {stats.lookup_rounds} rounds"
 
 
 def _rounds_by_depth(run: Outcome) -> str:

@@ -103,6 +103,7 @@ class Delivery:
         if not self._has_begun:
             self._has_begun = True
             history.seed, history.mtp_step = received.seed, received.mtp_step
+            history.max_drafts = received.max_drafts
             history.cached_tokens = received.cached_tokens
         if self._token_ids and history.time_to_first_token_s is None:
             history.time_to_first_token_s = total_s
@@ -125,6 +126,8 @@ def _cut(drafts: Sequence[RoundDrafts] | None, num_known: int, num_new: int) -> 
     for one in drafts:
         num_tokens = one.num_accepted + 1
         if num_known < num_tokens and num_new:
-            kept.append(RoundDrafts(one.token_ids[num_known:], one.num_accepted - num_known))
+            kept.append(
+                one._replace(token_ids=one.token_ids[num_known:], num_accepted=one.num_accepted - num_known)
+            )
         num_known = max(0, num_known - num_tokens)
     return kept

@@ -15,8 +15,9 @@ from compiled_mtp.step_output import StepOutput
 def first_token(step: Step, state_index: torch.Tensor, num_drafts: int) -> torch.Tensor:
     """Draw y_0 of prompts whose last chunks are processed, and draft from it for the first round.
 
-    state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = 1 and S = num_drafts. Mutates
-    the slots' last tokens, histories and drafts, and the draft's KV.
+    state_index [B] int32, 0 for padding. Returns a packed StepOutput with W = 1 and S = num_drafts, or,
+    with lookup, as many drafts as a slot holds. Mutates the slots' last tokens, histories and drafts, and the
+    draft's KV.
     """
     logits, positions = first_logits(step, state_index)
     return conclude_first(step, state_index, logits, positions, num_drafts)
@@ -82,7 +83,9 @@ def conclude_first(
     # Write every slot's history; `sample` reads only those of requests with penalties or bad words.
     slots.output_counts[index, token] = slots.output_counts[index, token] + is_live
     slots.recent_ids[index, positions % RECENT_IDS] = token
-    drafts = token.new_zeros((token.shape[0], num_drafts if is_given else 0))
+    if slots.token_ids is not None:
+        slots.token_ids[index, positions] = token.to(torch.int32)
+    left = step.leave_nothing(state_index, num_drafts if is_given else 0)
     if step.draft is not None and not is_given:
         rows = rows_at(step, state_index, index, start=positions, count=1, base=positions)
         drafted = step.draft_forward(token, hidden, rows)
@@ -94,10 +97,10 @@ def conclude_first(
             block_size=step.kv_cache.block_size,
         )
         drafts = step.draft_chain(drafted, token, rows, *chain, num_drafts=num_drafts)
-        drafts = step.store_drafts(state_index, drafts)
+        left = step.leave_drafts(state_index, drafts)
     num_new = is_live.to(torch.int64)
     num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64)) * num_new
-    return StepOutput(num_new, num_finite, token[:, None], drafts).pack()
+    return StepOutput(num_new, num_finite, token[:, None], left.ids, left.matches).pack()
 
 
 def rows_at(

@@ -70,7 +70,7 @@ class TwoPhaseRound:
         """
         window = self._window(len(state_index), shape)
         sampled, accepted = self._draw_and_commit(state_index, window)
-        drafts = self.step.extend_and_draft(
+        left = self.step.extend_and_draft(
             state_index=state_index,
             window=window,
             tokens=self.step.round_tokens(sampled, accepted),
@@ -78,7 +78,7 @@ class TwoPhaseRound:
             accepted=accepted,
             shape=shape,
         )
-        return pack_round(accepted=accepted, drafts=drafts)
+        return pack_round(accepted=accepted, left=left)
 
     def commit(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Do what `accept` does for requests whose whole output is given: nothing reads their drafts.
@@ -86,8 +86,7 @@ class TwoPhaseRound:
         The draft model does not run, and its KV stays as it is; ids 0 take the place of drafts.
         """
         _, accepted = self._draw_and_commit(state_index, self._window(len(state_index), shape))
-        drafts = accepted.packed.new_zeros((len(state_index), shape.chain))
-        return pack_round(accepted=accepted, drafts=drafts)
+        return pack_round(accepted=accepted, left=self.step.leave_nothing(state_index, shape.chain))
 
     def _draw_and_commit(self, state_index: torch.Tensor, window: Window) -> tuple[Sampled, Accepted]:
         rows = window.tokens.shape[0]

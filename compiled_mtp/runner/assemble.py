@@ -35,7 +35,7 @@ from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
 from compiled_mtp.runner.programs import Programs
-from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode
+from compiled_mtp.runner.spec import WIDE_REQUESTS, EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.step import Step
 
@@ -230,7 +230,7 @@ def _allocate_draft(spec: EngineSpec, formats: Formats) -> DraftModel:
 @torch.no_grad()
 def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft: DraftModel | None) -> Step:
     config, model, device = spec.config, spec.model_shard, spec.device
-    slots, block_size, mtp_step = memory.num_state_rows, config.block_size, spec.mtp_step
+    slots, block_size = memory.num_state_rows, config.block_size
     # Before the caches are allocated: making the head takes more memory than the head itself.
     draft_head = spec.drafts.make_head(target.head_rows, device)
     kv_cache = KVCache(
@@ -238,22 +238,24 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     )
     slot_state = SlotState(
         slots,
-        mtp_step,
+        spec.max_drafts,
+        spec.mtp_step,
         -(-memory.max_model_len // block_size),
         model.hidden_size,
         model.vocab_size,
         spec.dtype,
         device,
+        text_length=memory.max_model_len if spec.has_lookup else 0,
         num_forced=memory.max_model_len if config.scoring else 0,
     )
     return Step(
         target,
         draft,
         kv_cache,
-        StateCache(model, slots, mtp_step, spec.dtype, device),
+        StateCache(model, slots, spec.max_drafts, spec.dtype, device),
         slot_state,
         rotary_table(model, memory.max_model_len, device),
-        mtp_step,
+        spec.mtp_step,
         spec.num_valid_ids,
         memory.max_model_len,
         config.synthetic_acceptance,
@@ -264,7 +266,8 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
 def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
     """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
     unit = _row_unit(spec, target, max_batch)
-    return ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
+    buckets = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
+    return buckets + ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
 
 
 def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
@@ -276,6 +279,7 @@ def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
         return 1
     units = (1, 2, 4, 8)
     each = [ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes) for unit in units]
+    each += [ladders(unit, spec.wide_shapes, WIDE_REQUESTS) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
     if target.head_codes is None:

@@ -46,7 +46,8 @@ class CacheShape:
     num_attention_layers counts every layer that keeps keys and values: the target's and the MTP layer.
     ring_length: entries of the rings of GDN inputs and conv inputs. kv_bytes and conv_bytes: bytes per
     element; kv_scale_bytes: bytes of the scale of one head's key or value, 0 for a cache without scales.
-    sampling_bytes: bytes of a request's sampling tables; hidden_bytes: bytes of one token's hidden state.
+    sampling_bytes: bytes of a request's sampling tables; hidden_bytes: bytes of one token's hidden state;
+    text_bytes: bytes of the ids of a request's text, 0 without lookup.
     """
 
     num_attention_layers: int
@@ -64,6 +65,7 @@ class CacheShape:
     kv_scale_bytes: int = 0
     sampling_bytes: int = 0
     hidden_bytes: int = 0
+    text_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens in all layers: keys and values, and their scales."""
@@ -72,10 +74,10 @@ class CacheShape:
 
     def state_row_bytes(self) -> int:
         """Bytes of one request: float32 state and ring entries of the GDN layers, raw conv inputs, sampling
-        tables."""
+        tables, the ids of its text."""
         entry = self.num_key_heads * self.key_head_dim + self.num_value_heads * (self.value_head_dim + 1)
         rings = self.num_gdn_layers * self.ring_length * entry * _FLOAT32_BYTES
-        return self._prefill_state_bytes() + rings + self.sampling_bytes
+        return self._prefill_state_bytes() + rings + self.sampling_bytes + self.text_bytes
 
     def snapshot_bytes(self) -> int:
         """Bytes of a state snapshot: the states, conv inputs and hidden state that the next chunk reads."""
@@ -240,6 +242,7 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         max_model_len=spec.max_model_len,
         prefill_chunk=spec.prefill_chunk,
         mtp_step=spec.mtp_step,
+        max_drafts=spec.max_drafts,
         max_in_flight=spec.max_in_flight,
         host_records=memory.host_records,
         host_blocks=memory.host_blocks,
@@ -251,6 +254,8 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
         max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
+        wide_requests=spec.wide_requests,
+        has_lookup=spec.has_lookup,
     )
 
 
@@ -269,10 +274,11 @@ def cache_shape(spec: EngineSpec) -> CacheShape:
         value_head_dim=model.linear_value_head_dim,
         conv_dim=model.linear_conv_dim,
         conv_bytes=spec.dtype.itemsize,
-        ring_length=ring_length(spec.mtp_step, model.conv_kernel),
+        ring_length=ring_length(spec.max_drafts, model.conv_kernel),
         kv_scale_bytes=scale_bytes,
         sampling_bytes=sampling_bytes(model.vocab_size, spec.max_model_len if spec.config.scoring else 0),
         hidden_bytes=model.hidden_size * spec.dtype.itemsize,
+        text_bytes=spec.max_model_len * _INT32_BYTES if spec.has_lookup else 0,
     )
 
 

@@ -344,7 +344,7 @@ class Programs:
             )
             yield Shape(None, f"prefill_{length}", prefill, chunk, self._prefill, length)
         for bucket in sorted(self.buckets, reverse=True):
-            name, depth = "{}_to_{}_drafts".format(*bucket.shape), max(bucket.shape)
+            name, depth = "{}_to_{}_drafts".format(*bucket.shape), bucket.shape.chain
             name = f"decode_{self._of_batch(name, bucket.groups)}"
             round_inputs = (inputs.state_indices[bucket.groups], bucket.shape)
             yield Shape(depth, name, Step.decode, round_inputs, self._decode, bucket)

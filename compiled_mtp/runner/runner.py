@@ -298,11 +298,14 @@ class Runner:
             num_logprobs = 2 if plan.has_processed_logprobs else 1
         # In a prefill only prompts that end have a row.
         owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))
-        output, count = StepOutput.unpack(packed, num_tokens, num_logprobs=num_logprobs), len(owners)
+        has_lookup, count = self.spec.has_lookup, len(owners)
+        output = StepOutput.unpack(packed, num_tokens, num_logprobs=num_logprobs, has_matches=has_lookup)
         tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
         drafts = output.drafts(count) if plan.wants_drafts else []
+        matches = output.matches(count) if has_lookup else []
         if count < len(plan.slots):
-            tokens, drafts = (_spread(found, owners, len(plan.slots)) for found in (tokens, drafts))
+            spread = [_spread(found, owners, len(plan.slots)) for found in (tokens, drafts, matches)]
+            tokens, drafts, matches = spread
         return StepResult(
             plan,
             tokens,
@@ -314,6 +317,7 @@ class Runner:
             logprobs=_logprobs(packed, num_tokens, tokens, num_logprobs),
             prompt_logprobs=prompt_logprobs,
             is_late=is_late,
+            matches=matches,
         )
 
 

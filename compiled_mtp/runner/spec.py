@@ -24,6 +24,7 @@ from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
 from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.ops.window import MAX_DRAFTS
 from compiled_mtp.spec.depth import first_depth
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ _LEAST_THREADED_BYTES = 64 << 20
 # host 0.2 to 0.65 ms per step: the smallest released model, of 1.5 GB, loses 0.5 % of its speed, and a model
 # of a few MB loses half.
 _LEAST_TREE_BYTES = 1 << 30
+# The most slots whose rings have room for MAX_DRAFTS (at 27B twice the bytes of 7 drafts), and the most
+# requests of a round that verifies as many: their rows fill one row tile.
+_MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -59,9 +63,11 @@ def _kind(communicator: Communicator | None) -> str | None:
 class EngineSpec:
     """The resolved values that every part of an engine reads instead of its configs; see `resolve`.
 
-    model_shard: this rank's share of `model`. shapes: those of the rounds that will run, the deepest last.
-    num_valid_ids: ids that the tokenizer knows. cache: the graph_cache in use. num_threads: None for torch's
-    number. max_model_len: before memory bounds it. prefill_chunk: the most tokens of a prompt in a launch;
+    model_shard: this rank's share of `model`. shapes: those of the rounds of any number of requests, the
+    deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify MAX_DRAFTS, which
+    only drafts from the text can be. has_lookup: drafts are looked up in the text too. num_valid_ids: ids
+    that the tokenizer knows. cache: the graph_cache in use. num_threads: None for torch's number.
+    max_model_len: before memory bounds it. prefill_chunk: the most tokens of a prompt in a launch;
     busy_chunk: the same while rounds wait. least_saved: the tokens that a state snapshot near a prompt's end
     must save when the same prompt comes again. communicator: connects this rank to the others, if any.
 
@@ -78,6 +84,8 @@ class EngineSpec:
     weight_recipe: Recipe | None
     weight_formats: Formats = field(metadata={"traced": _format_names})
     shapes: tuple[RoundShape, ...]
+    wide_shapes: tuple[RoundShape, ...]
+    has_lookup: bool
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
     max_model_len: int
@@ -98,8 +106,22 @@ class EngineSpec:
 
     @property
     def mtp_step(self) -> int:
-        """The most drafts of a round."""
+        """The most drafts of a chain."""
         return self.shapes[-1].chain
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts that a round verifies."""
+        return max(shape.verify for shape in (*self.shapes, *self.wide_shapes))
+
+    @property
+    def wide_requests(self) -> int:
+        """The most requests of a round of a wide shape."""
+        return WIDE_REQUESTS if self.wide_shapes else 0
+
+    def most_rows(self, max_batch: int) -> int:
+        """The most rows of a round of at most `max_batch` requests, without padding."""
+        return max(max_batch * (self.mtp_step + 1), self.wide_requests * (self.max_drafts + 1))
 
     @property
     def further_depths(self) -> tuple[int, ...]:
@@ -161,6 +183,9 @@ def resolve(
     dtype = getattr(torch, config.resolve_dtype(kind, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     shapes = tuple(RoundShape(depth, depth) for depth in config.depths)
+    has_lookup = config.lookup == "auto" and shapes[-1].chain > 0
+    # The default of max_batch follows memory, in which the longer rings count.
+    is_wide = has_lookup and (config.max_batch or _MOST_WIDE_SLOTS) <= _MOST_WIDE_SLOTS
     num_threads = config.num_threads
     if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
         num_threads = 1
@@ -175,6 +200,8 @@ def resolve(
         weight_recipe=recipe,
         weight_formats=formats,
         shapes=shapes,
+        wide_shapes=tuple(RoundShape(MAX_DRAFTS, s.chain) for s in shapes if s.chain) if is_wide else (),
+        has_lookup=has_lookup,
         drafts=_plan_drafts(config, model, num_valid_ids, formats, dtype=dtype, device=device),
         num_valid_ids=num_valid_ids,
         max_model_len=config.resolve_max_model_len(model),

@@ -39,7 +39,7 @@ class Admission:
         # A launch has one snapshot offset. If another prompt takes it, this prompt ends a chunk at each of
         # its two snapshot positions: up to two chunks more.
         chunks = -(-scheduled.request.prompt_len // chunk) + 2 if is_waiting else 0
-        rows = (limits.max_in_flight + 2 + chunks) * (limits.mtp_step + 1)
+        rows = (limits.max_in_flight + 2 + chunks) * (limits.max_drafts + 1)
         needed = max(needed, self._blocks_soon(scheduled, self.tokens_ahead + rows) - shared)
         for other in others:
             needed += max(self._blocks_soon(other, self.tokens_ahead + rows) - len(other.block_ids), 0)

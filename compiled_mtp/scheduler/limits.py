@@ -9,6 +9,7 @@ from compiled_mtp.request import Request
 _LEAST = {
     "max_model_len": 2,
     "mtp_step": 0,
+    "max_drafts": 0,
     "max_in_flight": 0,
     "host_records": 0,
     "host_blocks": 0,
@@ -18,6 +19,8 @@ _LEAST = {
     "least_saved": 0,
     "prefix_host_records": 0,
     "prefix_host_blocks": 0,
+    "wide_requests": 0,
+    "has_lookup": 0,
 }
 
 
@@ -26,13 +29,15 @@ class Limits:
     """The numbers of slots, blocks, records and snapshots, and the lengths in tokens that bound a request.
 
     Slots are 1 to max_batch and blocks 1 to num_blocks - 1; host records and host blocks count from 0.
-    prefill_chunk: the most tokens of a prefill launch; busy_chunk: the same while rounds wait, 0 for
-    prefill_chunk. prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
+    mtp_step: the most drafts that a chain leaves; max_drafts: the most that a round verifies, at least
+    mtp_step. prefill_chunk: the most tokens of a prefill launch; busy_chunk: the same while rounds wait, 0
+    for prefill_chunk. prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
     least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
     again. max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no
-    cache; prefix_host_records, prefix_host_blocks: those of its host tier. Any thread may use it. Raises
-    ValueError for a number that is too small, and unless blocks divide prefix_step and prefix_step divides
-    the chunks.
+    cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
+    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. Any thread
+    may use it. Raises ValueError for a number that is too small, and unless blocks divide prefix_step and
+    prefix_step divides the chunks.
     """
 
     max_batch: int
@@ -41,6 +46,7 @@ class Limits:
     max_model_len: int
     prefill_chunk: int
     mtp_step: int
+    max_drafts: int
     max_in_flight: int
     host_records: int = 0
     host_blocks: int = 0
@@ -51,12 +57,18 @@ class Limits:
     busy_chunk: int = 0
     least_saved: int = 0
     max_prompt_chunks: int = 1
+    wide_requests: int = 0
+    has_lookup: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, low = getattr(self, field.name), _LEAST.get(field.name, 1)
             if value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
+        if self.max_drafts < self.mtp_step:
+            raise ValueError(
+                f"max_drafts must be at least mtp_step={self.mtp_step}, got {self.max_drafts}; raise it"
+            )
         if self.num_snapshots and self.prefill_chunk % self.block_size:
             raise ValueError(
                 f"prefill_chunk must be a multiple of block_size={self.block_size} with a prefix cache, got "
@@ -70,7 +82,7 @@ class Limits:
             )
 
     def fit(self, request: Request) -> None:
-        """Set the request's max_output, length_reason and mtp_step.
+        """Set the request's max_output, length_reason, mtp_step and max_drafts.
 
         Raises ValueError if its prompt and one token do not fit into all blocks. The request processor has
         checked max_model_len.
@@ -86,7 +98,7 @@ class Limits:
         request.max_output = min(request.params.max_tokens, room)
         is_cut = room < min(request.params.max_tokens, self.max_model_len - prompt_len)
         request.length_reason = f"{pool} hold no more of it; raise num_blocks" if is_cut else None
-        request.history.mtp_step = self.mtp_step
+        request.history.mtp_step, request.history.max_drafts = self.mtp_step, self.max_drafts
         if len(request.forced_ids) > request.max_output:
             raise ValueError(
                 f"prompt and continuation must have at most {self.longest} tokens, got {prompt_len} and "
@@ -107,9 +119,11 @@ class Limits:
         """Return the blocks for every position that any launch of this request may write.
 
         The planner counts one token for each unread round and plans another while the request may lack one
-        token. Each unread round may have emitted mtp_step more.
+        token. Each unread round may have emitted max_drafts more. The planned one verifies as many, and its
+        chain writes mtp_step positions after them.
         """
-        last = request.prompt_len + max(request.max_output - 2, 0) + (self.max_in_flight + 2) * self.mtp_step
+        drafts = (self.max_in_flight + 1) * self.max_drafts + self.mtp_step
+        last = request.prompt_len + max(request.max_output - 2, 0) + drafts
         return self.blocks_up_to(last)
 
     def blocks_up_to(self, position: int) -> int:

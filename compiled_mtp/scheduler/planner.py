@@ -34,6 +34,9 @@ Depth = Callable[[int, int, bool], int]
 Arguments: the number of requests, the mean tokens of their contexts when the planner last examined them, and
 whether the round has two phases. Called once per round, and once before the first with 0 requests."""
 
+Widen = Callable[[], bool]
+"""Returns whether the next round, of the depth that `Depth` returned last, verifies all looked-up drafts."""
+
 
 class _Wants(NamedTuple):
     """What at least one request of a launch needs beside its tokens.
@@ -67,11 +70,12 @@ class Planner:
     prompts or rounds are next.
     """
 
-    def __init__(self, resources: Resources, depth: Depth | None) -> None:
+    def __init__(self, resources: Resources, depth: Depth | None, widen: Widen | None = None) -> None:
         self.limits = resources.limits
         self.resources = resources
         self.max_prompt_chunks = self.limits.max_prompt_chunks
         self._depth = depth
+        self._widen = widen
         self._context_tokens = 0
         # The number of drafts that the launches planned so far leave on the device.
         self._chain = self._choose_depth(0, is_two_phase=False)
@@ -331,9 +335,9 @@ class Planner:
 
     def _certain_rounds(self, scheduled: ScheduledRequest, in_flight: int) -> int:
         """Return how many of the next rounds cannot be the request's last and have their blocks."""
-        width, request = self.limits.mtp_step + 1, scheduled.request
+        width, request = self.limits.max_drafts + 1, scheduled.request
         # Each result may be read before the next launch.
-        most_output = _least_output(scheduled, in_flight) + in_flight * self.limits.mtp_step
+        most_output = _least_output(scheduled, in_flight) + in_flight * self.limits.max_drafts
         rounds = -((most_output - request.max_output) // width)
         owned = len(scheduled.block_ids)
         if owned < self.limits.worst_case_blocks(request):
@@ -346,10 +350,10 @@ class Planner:
 
         A round writes its verify rows and then its chain.
         """
-        request, mtp_step = scheduled.request, self.limits.mtp_step
+        request, max_drafts = scheduled.request, self.limits.max_drafts
         # The first token is right after the prompt, read or not; later tokens count once they are read.
         pos = request.prompt_len + max(scheduled.num_emitted - 1, 0)
-        return pos + in_flight * (mtp_step + 1) + 2 * mtp_step
+        return pos + in_flight * (max_drafts + 1) + max_drafts + self.limits.mtp_step
 
     def _plan_next(self) -> StepPlan | None:
         if (prefilled := self.prompts.next_prefilled()) is not None:
@@ -435,17 +439,18 @@ class Planner:
         is_two_phase = self._wants.is_two_phase
         # Given tokens are right drafts: a round of such requests alone verifies as many as it can.
         is_given = self._wants.are_all_given
-        depth = self.limits.mtp_step if is_given else 0
+        verify = depth = self.limits.mtp_step if is_given else 0
         if not is_given:
             depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
+            verify = self.limits.max_drafts if depth and self._is_wide() else depth
         # Only statistics read num_drafts: a resumed request may have another number of drafts.
-        num_drafts, self._chain = min(depth, self._chain), depth
+        num_drafts, self._chain = min(verify, self._chain), depth
         plan = self._make_plan(
             "verify" if is_two_phase else "decode",
             self.decoding_slots,
             self._decoding_generations,
-            [upload for one in self._with_known for upload in _known_drafts(one, depth)],
-            shape=new_tuple(RoundShape, (depth, depth)),
+            [upload for one in self._with_known for upload in _known_drafts(one, verify)],
+            shape=new_tuple(RoundShape, (verify, depth)),
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
             wants_drafts=self._wants.has_drafts and not is_two_phase,
@@ -548,6 +553,16 @@ class Planner:
             scheduled.num_deferred = (0 if catches_up else scheduled.num_deferred) + (not depth)
         self._is_caught_up = depth > 0
         return catches_up
+
+    def _is_wide(self) -> bool:
+        """Return whether the next round verifies all drafts that were looked up for its requests.
+
+        The last results that were read decide: with a launch in flight, the drafts may be a chain's by then.
+        """
+        slots = self.decoding_slots
+        if self._widen is None or len(slots) > self.limits.wide_requests:
+            return False
+        return all(self.resources.owners[slot].has_text_drafts for slot in slots) and self._widen()
 
     def _choose_depth(self, num_requests: int, *, is_two_phase: bool) -> int:
         mtp_step = self.limits.mtp_step

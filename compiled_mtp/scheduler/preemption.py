@@ -23,7 +23,7 @@ class Preemption:
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         limits = resources.limits
-        self._soon = _ROUNDS_AHEAD * (limits.mtp_step + 1)
+        self._soon = _ROUNDS_AHEAD * (limits.max_drafts + 1)
 
     def grow(
         self, decoding: Sequence[tuple[ScheduledRequest, int]]

@@ -153,7 +153,9 @@ class Prompts:
 
     def _start_slot(self, scheduled: ScheduledRequest) -> list[Move]:
         """Return the moves of a request's first plan: its parameters, and the state of its cached prefix."""
-        moves: list[Move] = [Admit(scheduled.slot, slot_sampling(scheduled.request))]
+        request = scheduled.request
+        text = tuple(request.prompt_token_ids) if self._resources.limits.has_lookup else ()
+        moves: list[Move] = [Admit(scheduled.slot, slot_sampling(request), text)]
         if (resumption := scheduled.resumption) is not None:
             slot = Location("slot", scheduled.slot)
             pairs = tuple(

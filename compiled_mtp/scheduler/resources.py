@@ -40,9 +40,10 @@ class ScheduledRequest:
     is_looked_up: the prefix cache has counted its lookup. is_installed: a plan has installed it in its slot.
     is_first_token_due: its first token is planned, and the result not read. is_in_open_round: the verify of
     its two-phase round is planned, and the accept not. drafts: those of its next round, if its grammar or its
-    caller needs them. num_deferred: its deferred draft inputs, one for each round without drafts. transfer:
-    its move in progress. replay: the recomputation of its tokens. known: the tokens that its rounds verify as
-    drafts, given ones or those of the replay.
+    caller needs them. has_text_drafts: the last launch that was read left it with looked-up drafts.
+    num_deferred: its deferred draft inputs, one for each round without drafts. transfer: its move in
+    progress. replay: the recomputation of its tokens. known: the tokens that its rounds verify as drafts,
+    given ones or those of the replay.
     """
 
     request: Request
@@ -61,6 +62,7 @@ class ScheduledRequest:
     is_first_token_due: bool = False
     is_in_open_round: bool = False
     drafts: Sequence[int] = ()
+    has_text_drafts: bool = False
     num_deferred: int = 0
     transfer: Transfer | None = None
     replay: Replay | None = None
@@ -94,7 +96,7 @@ class ScheduledRequest:
         """Reset slot, blocks and progress for a new start; output tokens become a replay."""
         self.slot, self.block_ids, self.num_prefilled = 0, [], 0
         self.is_installed = self.is_first_token_due = False
-        self.drafts, self.num_deferred = (), 0
+        self.drafts, self.has_text_drafts, self.num_deferred = (), False, 0
         emitted, forced = tuple(self.request.output_token_ids), self.request.forced_ids
         self.replay = Replay(emitted) if emitted else None
         self.known = KnownTokens(forced or emitted) if forced or emitted else None

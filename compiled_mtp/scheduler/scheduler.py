@@ -21,7 +21,7 @@ from compiled_mtp.request import (
 )
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.planner import Depth, Planner
+from compiled_mtp.scheduler.planner import Depth, Planner, Widen
 from compiled_mtp.scheduler.prefix import PrefixCache
 from compiled_mtp.scheduler.replay import drop_rows
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
@@ -45,10 +45,10 @@ class Scheduler:
     is replayed (`Replay`). For use from one thread; `limits` and `has_id` from any.
     """
 
-    def __init__(self, limits: Limits, *, depth: Depth | None = None) -> None:
+    def __init__(self, limits: Limits, *, depth: Depth | None = None, widen: Widen | None = None) -> None:
         self.limits = limits
         self._resources = Resources(limits)
-        self._planner = Planner(self._resources, depth)
+        self._planner = Planner(self._resources, depth, widen)
         # The choices that have not ended, by request id.
         self._live: dict[str, list[ScheduledRequest]] = {}
         self._arrivals = itertools.count()
@@ -316,18 +316,22 @@ class Scheduler:
                 scheduled.is_first_token_due = False
                 self._resources.prefix.enter(scheduled)
             drafts = None
+            is_looked_up = False
+            if result.matches:
+                is_looked_up = is_round and result.matches[index][0] > 0
+                scheduled.has_text_drafts = result.matches[index][1] > 0
             if plan.wants_drafts:
                 drafts = scheduled.drafts if is_round else None
                 scheduled.drafts = result.drafts[index]
             logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
-            own_drafts, num_known = num_drafts, 0
+            own_drafts, num_known = plan.shape.verify if is_looked_up else num_drafts, 0
             if scheduled.replay is not None:
                 num_known = len(new)
-                new, own_drafts, logprobs = self._drop_known(scheduled, new, num_drafts, logprobs)
+                new, own_drafts, logprobs = self._drop_known(scheduled, new, own_drafts, logprobs)
                 if not new:
                     continue
                 num_known -= len(new)
-            kept, text = request.append(new, own_drafts, now_s, logprobs=logprobs)
+            kept, text = request.append(new, own_drafts, now_s, is_looked_up=is_looked_up, logprobs=logprobs)
             reason = request.finish_reason
             fields = (
                 request.request_id,
@@ -361,6 +365,9 @@ class Scheduler:
             return
         request = scheduled.request
         kept, text, drafts, num_known = result.token_ids[index], "", None, 0
+        is_looked_up = num_drafts is not None and bool(result.matches) and result.matches[index][0] > 0
+        if is_looked_up:
+            num_drafts = plan.shape.verify
         logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
         if scheduled.replay is not None:
             num_known = len(kept)
@@ -369,7 +376,9 @@ class Scheduler:
                 return
             num_known -= len(kept)
         if num_drafts is not None:
-            kept, text = request.append(kept, num_drafts, now_s, has_bonus=False, logprobs=logprobs)
+            kept, text = request.append(
+                kept, num_drafts, now_s, has_bonus=False, is_looked_up=is_looked_up, logprobs=logprobs
+            )
             drafts = request.list_drafts(scheduled.drafts, num_known)
         if request.finish_reason is None:
             is_masked = index in result.all_masked

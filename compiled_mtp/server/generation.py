@@ -309,13 +309,19 @@ def _checked(output: RequestOutput) -> RequestOutput:
 
 @dataclass
 class Usage:
-    """Sums over the choices of one API request; each prompt counts once."""
+    """Sums over the choices of one API request; each prompt counts once.
+
+    drafted, accepted: of all drafts; lookup_drafted, lookup_accepted: of those that were looked up in the
+    text.
+    """
 
     prompt_tokens: int
     output_tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    lookup_drafted: int = 0
+    lookup_accepted: int = 0
     # By engine request; each has one prompt.
     _cached: dict[str, int] = field(default_factory=dict)
 
@@ -331,8 +337,10 @@ class Usage:
         known = self._cached.get(output.request_id, 0)
         self._cached[output.request_id] = max(known, metrics.cached_tokens)
         self.rounds += metrics.rounds
-        self.drafted += sum(metrics.drafted_by_index)
-        self.accepted += sum(metrics.accepted_by_index)
+        self.drafted += metrics.drafted
+        self.accepted += metrics.accepted
+        self.lookup_drafted += metrics.lookup_drafted
+        self.lookup_accepted += metrics.lookup_accepted
 
     def to_openai(self) -> dict[str, Any]:
         """Return OpenAI's usage object with `speculation` added."""
@@ -345,6 +353,8 @@ class Usage:
                 "rounds": self.rounds,
                 "drafted_tokens": self.drafted,
                 "accepted_tokens": self.accepted,
+                "lookup_drafted_tokens": self.lookup_drafted,
+                "lookup_accepted_tokens": self.lookup_accepted,
             },
         }
 
@@ -359,7 +369,7 @@ class RoundCounter:
     def take(self, output: RequestOutput) -> dict[str, int]:
         """Return the counts since the last call."""
         metrics = output.metrics
-        drafted, accepted = sum(metrics.drafted_by_index), sum(metrics.accepted_by_index)
+        drafted, accepted = metrics.drafted, metrics.accepted
         new = {"drafted": drafted - self._drafted, "accepted": accepted - self._accepted}
         self._drafted, self._accepted = drafted, accepted
         return new

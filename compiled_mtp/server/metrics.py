@@ -53,7 +53,7 @@ class Metrics(Collector):
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._cached_tokens = 0
-        self._drafted = 0
+        self._drafted = self._lookup_drafted = self._lookup_accepted = 0
         self._accepted: list[int] = []
         self._finished: Counter[str] = Counter()
         self._responses: Counter[tuple[str, int]] = Counter()
@@ -115,7 +115,17 @@ class Metrics(Collector):
                 name("cached_prompt_tokens"), "prompt tokens taken from the prefix cache", self._cached_tokens
             ),
             CounterMetricFamily(name("output_tokens"), "tokens given to clients", self._output_tokens),
-            CounterMetricFamily(name("drafted_tokens"), "drafts of finished requests", self._drafted),
+            CounterMetricFamily(
+                name("drafted_tokens"), "drafts of the MTP head, of finished requests", self._drafted
+            ),
+            CounterMetricFamily(
+                name("lookup_drafted_tokens"),
+                "drafts from the text of finished requests",
+                self._lookup_drafted,
+            ),
+            CounterMetricFamily(
+                name("lookup_accepted_tokens"), "accepted drafts from the text", self._lookup_accepted
+            ),
             self._first_token_s.family(
                 name("time_to_first_token_seconds"), "from arrival to the first token"
             ),
@@ -124,7 +134,10 @@ class Metrics(Collector):
             self._new_tokens.family(name("new_tokens_per_round"), "tokens of one request in one round"),
         )
         yield _labelled(
-            name("accepted_tokens"), "accepted drafts by index", "index", enumerate(self._accepted, 1)
+            name("accepted_tokens"),
+            "accepted drafts of the MTP head by index",
+            "index",
+            enumerate(self._accepted, 1),
         )
         yield _labelled(name("requests_finished"), "by reason", "reason", self._finished.items())
         responses = CounterMetricFamily(
@@ -159,6 +172,8 @@ class Metrics(Collector):
         self._cached_tokens += metrics.cached_tokens
         accepted = metrics.accepted_by_index
         self._drafted += sum(metrics.drafted_by_index)
+        self._lookup_drafted += metrics.lookup_drafted
+        self._lookup_accepted += metrics.lookup_accepted
         self._accepted += [0] * (len(accepted) - len(self._accepted))
         for index, count in enumerate(accepted):
             self._accepted[index] += count

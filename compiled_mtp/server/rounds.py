@@ -12,14 +12,19 @@ from compiled_mtp.request import RoundDrafts
 def round_fields(
     tokenizer: Tokenizer, token_ids: Sequence[int], rounds: Sequence[RoundDrafts]
 ) -> dict[str, Any]:
-    """Return `tokens`, and `rounds` with the drafts of each round and how many of them were accepted.
+    """Return `tokens`, and `rounds` with the drafts of each round, how many of them were accepted, and their
+    source: "lookup" (the request's own text) or "mtp".
 
     The first `accepted` drafts of a round are its first tokens; its last token is the bonus token.
     """
     return {
         "tokens": [_token(tokenizer, token_id) for token_id in token_ids],
         "rounds": [
-            {"drafts": [_token(tokenizer, i) for i in one.token_ids], "accepted": one.num_accepted}
+            {
+                "drafts": [_token(tokenizer, i) for i in one.token_ids],
+                "accepted": one.num_accepted,
+                "source": "lookup" if one.is_looked_up else "mtp",
+            }
             for one in rounds
         ],
     }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from compiled_mtp.plan import Copy, Draft, StepPlan, StepResult
 from compiled_mtp.spec.depth import DepthController, Reason, context_class, context_span
+from compiled_mtp.spec.lookup import WideRounds
 
 _NO_SLOTS: frozenset[int] = frozenset()
 _REASONS: tuple[Reason, ...] = ("best", "probe", "retry", "only")
@@ -21,14 +22,20 @@ class DepthPolicy:
     that came later, because with a launch in flight the device runs one after the other without a pause. If
     the launch in flight is not a round, the time is dropped: a prompt chunk may occupy the host for longer
     than the device runs the round. After a result that was read late, the time begins at the launch unless
-    its own result is late too: a time may be too long, never too short. For the thread that steps; any thread
-    may call `rounds`.
+    its own result is late too: a time may be too long, never too short. Rounds with looked-up drafts show
+    nothing of a chain: `wide` records them. For the thread that steps; any thread may call `rounds`.
     """
 
     def __init__(
-        self, depths: Iterable[int], sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
+        self,
+        depths: Iterable[int],
+        sizes: Sequence[int],
+        clock: Callable[[], float] = time.perf_counter,
+        max_drafts: int = 0,
     ) -> None:
         self._clock = clock
+        self.wide = WideRounds(max_drafts)
+        self._depth = 0
         self.controller = DepthController(depths)
         self._sizes = sizes
         self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
@@ -61,9 +68,13 @@ class DepthPolicy:
         planned = (num_requests, is_two_phase)
         if planned != self._planned:
             self._planned, self._planned_bucket = planned, self._bucket(planned)
-        depth = controller.choose(self._planned_bucket, self._context)
+        self._depth = depth = controller.choose(self._planned_bucket, self._context)
         self._counts[depth][controller.reason] += 1
         return depth
+
+    def widen(self) -> bool:
+        """Return whether the round of the last `choose`, which has looked-up drafts, verifies all of them."""
+        return self.wide.pays(self._depth, (self._planned_bucket, self._context))
 
     def launch(self, plan: StepPlan) -> None:
         """Note that `plan` is about to be launched."""
@@ -96,14 +107,35 @@ class DepthPolicy:
         if replayed:
             rows = zip(plan.slots, token_ids, strict=True)
             token_ids = [new for slot, new in rows if slot not in replayed]
-        self.controller.record_round(plan.num_drafts, token_ids)
+            self.controller.record_round(plan.num_drafts, token_ids)
+        else:
+            self._record_round(result)
         # Most plans have neither moves nor a catch-up, so the call is avoided.
         if (plan.moves or plan.catches_up) and _is_disturbed(plan):
             return
         if now_s > begin_s and self._other_step_id < plan.step_id:
             read = (len(plan.slots), plan.kind == "accept")
             bucket = self._planned_bucket if read == self._planned else self._bucket(read)
-            self.controller.record_time(plan.shape.verify, bucket, self._context, now_s - begin_s)
+            verify, depth = plan.shape
+            if result.matches:
+                time_class = (bucket, self._context)
+                self.wide.record_time(depth, time_class, now_s - begin_s, is_wide=verify > depth)
+            if verify == depth:
+                self.controller.record_time(depth, bucket, self._context, now_s - begin_s)
+
+    def _record_round(self, result: StepResult) -> None:
+        """Record what a round kept: of a chain's drafts for the controller, of looked-up ones for `wide`."""
+        plan, token_ids = result.plan, result.token_ids
+        (verify, depth), matches = plan.shape, result.matches
+        is_looked_up = [verified > 0 for verified, _ in matches] if matches else []
+        for new, is_one in zip(token_ids, is_looked_up, strict=False):
+            if is_one or verify > depth:
+                self.wide.record_round(depth, verify, max(len(new) - 1, 0), is_looked_up=is_one)
+        if True in is_looked_up:
+            if False not in is_looked_up:
+                return
+            token_ids = [[] if is_one else new for new, is_one in zip(token_ids, is_looked_up, strict=True)]
+        self.controller.record_round(plan.num_drafts, token_ids)
 
     def forget_launches(self) -> None:
         """Forget launches that were dropped: they have no results."""

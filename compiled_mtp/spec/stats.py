@@ -17,14 +17,19 @@ from compiled_mtp.request import RequestMetrics
 class SpeculationStats:
     """Sums over the verify rounds of any number of requests, and the ratios that follow.
 
-    round_tokens: the tokens that rounds emitted. accepted_by_index[i]: the rounds that kept draft i + 1;
-    drafted_by_index[i]: those that had one. A ratio without a draft or a round is 0.
+    round_tokens: the tokens that rounds emitted. accepted_by_index[i]: the rounds that kept draft i + 1 of a
+    chain of the MTP head; drafted_by_index[i]: those that had one. lookup_rounds: the rounds whose drafts
+    were looked up in the text instead; lookup_drafted, lookup_accepted: their drafts, and those kept. A ratio
+    without a draft or a round is 0.
     """
 
     rounds: int
     round_tokens: int
     accepted_by_index: tuple[int, ...]
     drafted_by_index: tuple[int, ...]
+    lookup_rounds: int = 0
+    lookup_drafted: int = 0
+    lookup_accepted: int = 0
 
     @classmethod
     def empty(cls, mtp_step: int) -> Self:
@@ -39,18 +44,26 @@ class SpeculationStats:
             round_tokens=self.round_tokens + max(metrics.output_tokens - 1, 0),
             accepted_by_index=_add(self.accepted_by_index, metrics.accepted_by_index),
             drafted_by_index=_add(self.drafted_by_index, metrics.drafted_by_index),
+            lookup_rounds=self.lookup_rounds + metrics.lookup_rounds,
+            lookup_drafted=self.lookup_drafted + metrics.lookup_drafted,
+            lookup_accepted=self.lookup_accepted + metrics.lookup_accepted,
         )
 
     @property
     def mean_new_tokens(self) -> float:
-        """Mean tokens per verify round: 1 to mtp_step + 1, less what stops cut off."""
+        """Mean tokens per verify round: 1 to the most drafts + 1, less what stops cut off."""
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts / proposed drafts."""
+        """Accepted drafts / proposed drafts of the MTP head."""
         proposed = sum(self.drafted_by_index)
         return sum(self.accepted_by_index) / proposed if proposed else 0.0
+
+    @property
+    def lookup_acceptance(self) -> float:
+        """Accepted drafts / proposed drafts of those that were looked up."""
+        return self.lookup_accepted / self.lookup_drafted if self.lookup_drafted else 0.0
 
     @property
     def acceptance_by_index(self) -> tuple[float, ...]:

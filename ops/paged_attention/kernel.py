@@ -1,4 +1,4 @@
-"""Paged attention in Triton: a verify route for W <= 8 rows per request, a prefill route for all else.
+"""Paged attention in Triton: a verify route for W <= 16 rows per request, a prefill route for prompt chunks.
 
 Verify: the W * G query rows of a kv head (G query heads share it) fill tiles of BM rows. Most depths need one
 tile, which reads keys and values once for all rows. Keys are cut into splits at absolute positions. A fixed
@@ -20,6 +20,7 @@ import triton.language as tl
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
+from compiled_mtp.ops.paged_attention.reference import MAX_VERIFY_WINDOW
 from compiled_mtp.ops.paged_attention.splits import GROUP_SPLITS, count_splits
 from compiled_mtp.ops.paged_attention.verify_kernel import (
     FIRST_GROUPS,
@@ -30,7 +31,6 @@ from compiled_mtp.ops.paged_attention.verify_kernel import (
 from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS
 from compiled_mtp.ops.prompt_chunks_triton import piece_of_tile
 
-MAX_VERIFY_WINDOW = 8
 WIDE_PROGRAMS = 64
 # Shared memory that prefill tiles of 128 rows and 256 dims need at most (Triton 3.6); 64 rows need 104 KiB.
 WIDE_SHARED_BYTES = 144 * 1024
@@ -211,13 +211,10 @@ def launch(args: Any) -> torch.Tensor:
     # The interpreter runs programs one after another: three processors are enough to share items.
     processors = num_processors(q.device.index, kv_scale is not None) if q.is_cuda else 3
     device = device_of(q.device.index)
-    query_len = rows // num_requests
+    query_len, is_verify = rows // num_requests, first_row is None
+    assert not is_verify or query_len <= MAX_VERIFY_WINDOW, f"a window of {query_len} rows"
     hkv, block_size = kv.shape[2], kv.shape[3]
     scales, scale_strides = (kv, (0, 0, 0)) if kv_scale is None else (kv_scale, kv_scale.stride()[:3])
-    is_verify = first_row is None and query_len <= MAX_VERIFY_WINDOW
-    if first_row is None and not is_verify:
-        first_row = torch.arange(0, rows, query_len, device=q.device)
-        length = torch.full_like(first_row, query_len)
     if is_verify:
         config = verify_configuration(q.dtype, kv_scale is not None, hd)
     else:

@@ -7,11 +7,13 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.checks import check_prompt_chunks, fail, wrong_dtype
+from compiled_mtp.ops.checks import check_prompt_chunks, fail, is_known, wrong_dtype
 from compiled_mtp.ops.numerics import sigmoid
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, I32, I64, Like, Remedy
 
+MAX_VERIFY_WINDOW = 16
+"""The most rows of a verify window; more rows of a request are a prompt chunk."""
 _PIECES = Remedy("pass one a piece")
 
 
@@ -35,6 +37,9 @@ def _cache_and_rows_fit(
         check_prompt_chunks(B)
     elif B == 0 or M % B:
         raise fail("rows", f"be a multiple of the {B} requests", M, "pass W rows each")
+    elif is_known(M) and M // B > MAX_VERIFY_WINDOW:
+        remedy = "pass first_row and length for prompt chunks"
+        raise fail("a window", f"have at most {MAX_VERIFY_WINDOW} rows", M // B, remedy)
     if first_key < 0:
         raise fail("first_key", "be at least 0", first_key, "pass the first key a row may see")
 
@@ -64,7 +69,7 @@ def paged_attention(
     """softmax(softmax_scale * q k^T) v * sigmoid(gate) over the keys first_key <= j <= position of each row.
 
     q, gate [M, Hq, D] float32 or bfloat16 (any strides, the last one 1), rows request-major: request b owns
-    rows b*W .. b*W + W-1, W = M // B, or, for prompt chunks, length[b] rows from first_row[b] on (see
+    rows b*W .. b*W + W-1, W = M // B <= 16, or, for prompt chunks, length[b] rows from first_row[b] on (see
     conv_prefill); rows outside all chunks may hold anything and give 0. kv [blocks, 2, Hk, block_size, D]
     (keys, then values) in the dtype of q, or float8_e4m3fn with kv_scale [blocks, 2, Hk, block_size].
     block_table [B, max_blocks], -1 for a block that is not reserved: its keys are not read. positions [M].

@@ -1,6 +1,7 @@
 """The rows of a decode round: read from the slots before it, committed to them after it."""
 
 from compiled_mtp.ops.window.reference import (
+    MAX_DRAFTS,
     Accepted,
     Cursors,
     History,
@@ -13,6 +14,7 @@ from compiled_mtp.ops.window.reference import (
 )
 
 __all__ = [
+    "MAX_DRAFTS",
     "Accepted",
     "Cursors",
     "History",

@@ -71,6 +71,8 @@ def accept_window(
     end: int,
     hash_limit: Tensor | None = None,
     forced_ids: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    matched: Tensor | None = None,
 ) -> Accepted:
     query_len, index, starts = mtp_step + 1, state_index.tolist(), start.tolist()
     if forced_ids is not None:
@@ -78,7 +80,7 @@ def accept_window(
         by_request = sampled.view(len(index), query_len)
         sampled = committed_ids(by_request, after, state_index.long(), forced_ids).flatten()
     drawn, outcomes = sampled.tolist(), outcome.tolist()
-    agrees = _agrees(tokens.tolist(), drawn, state_index, start, query_len, hash_limit)
+    agrees = _agrees(tokens.tolist(), drawn, state_index, start, query_len, hash_limit, matched)
     features = history.features.tolist()
     packed: list[list[int]] = []
     rows: list[int] = []
@@ -101,6 +103,9 @@ def accept_window(
         ends.append(first + num_new)
         if features[slot] & (PENALTIES | BAD_WORDS):
             _remember(history, slot, first, sampled[own][:num_new])
+        if token_ids is not None:
+            count = max(min(num_new, end - 1 - first), 0)
+            token_ids[slot, first + 1 : first + 1 + count] = sampled[own][:count]
         for column, found in zip(
             places, _place(first + 1, query_len, end, table[request], block_size), strict=True
         ):
@@ -125,14 +130,19 @@ def _agrees(
     start: Tensor,
     query_len: int,
     hash_limit: Tensor | None,
+    matched: Tensor | None,
 ) -> list[bool]:
     """Return for each row whether the draft after it is right; ignore the value of a request's last row."""
     limit = -1 if hash_limit is None else int(hash_limit)
+    compared = [token == one for token, one in zip([*tokens[1:], -1], drawn, strict=True)]
     if limit < 0:
-        return [token == one for token, one in zip([*tokens[1:], -1], drawn, strict=True)]
+        return compared
     places = start[:, None] + torch.arange(1, query_len + 1)
     hashed: list[bool] = (position_hash(places, state_index.long()[:, None]) < limit).flatten().tolist()
-    return hashed
+    if matched is None:
+        return hashed
+    is_looked_up = (matched[state_index.long()] > 0).repeat_interleave(query_len).tolist()
+    return [compared[row] if found else hashed[row] for row, found in enumerate(is_looked_up)]
 
 
 def _leading(flags: list[bool]) -> int:

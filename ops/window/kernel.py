@@ -11,11 +11,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
-from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_MTP_STEP, MIX_FACTOR
+from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_DRAFTS, MIX_FACTOR
 
 TABLE_BLOCK = 1024
-# Lanes for the longest window and the rows that its chain adds: one binary for every mtp_step.
-LANES = 2 * (MAX_MTP_STEP + 1)
+# Lanes for the longest window and the rows that its chain adds: one binary for every number of drafts.
+LANES = 2 * (MAX_DRAFTS + 1)
 UNSPECIALIZED = (
     "query_len",
     "max_blocks",
@@ -26,6 +26,9 @@ UNSPECIALIZED = (
     "hash_limit",
     "forced_ids",
     "forced_stride",
+    "token_ids",
+    "token_stride",
+    "matched",
 )
 
 
@@ -103,6 +106,7 @@ def accept_window_kernel(
     counts,
     counts_stride,
     recent_ids,
+    token_ids,
     packed,
     accepted_row,
     bonus,
@@ -118,6 +122,8 @@ def accept_window_kernel(
     hash_limit,
     forced_ids,
     forced_stride,
+    token_stride,
+    matched,
     LANES: tl.constexpr,
     HASH_FACTOR: tl.constexpr,
     MIX_FACTOR: tl.constexpr,
@@ -154,7 +160,10 @@ def accept_window_kernel(
         limit = tl.load(hash_limit)
         word = (wanted + 1 + slot * MIX_FACTOR) * HASH_FACTOR & 0xFFFFFFFF
         word = (word ^ (word >> 16)) * MIX_FACTOR & 0xFFFFFFFF
-        is_wrong = tl.where(limit < 0, is_wrong, is_draft & ((word >> 16) >= limit))
+        is_compared = limit < 0
+        if matched is not None:
+            is_compared = is_compared | (tl.load(matched + slot) > 0)
+        is_wrong = tl.where(is_compared, is_wrong, is_draft & ((word >> 16) >= limit))
     num_accepted = tl.min(tl.where(is_wrong, lane, query_len - 1), 0)
     is_live = slot > 0
     num_new = tl.where(is_live, num_accepted + 1, 0)
@@ -174,6 +183,9 @@ def accept_window_kernel(
         # Integer sums do not depend on their order.
         tl.atomic_add(counts + slot * counts_stride + drawn, 1, mask=is_new)
         tl.store(recent_ids + slot * RECENT_IDS + (wanted + 1) % RECENT_IDS, drawn, mask=is_new)
+    if token_ids is not None:
+        is_placed = (lane < num_new) & (wanted + 1 < end)
+        tl.store(token_ids + slot * token_stride + wanted + 1, drawn.to(tl.int32), mask=is_placed)
     tl.store(accepted_row + request, request * query_len + num_accepted)
     tl.store(bonus + request, last)
     is_extended = (lane > 0) & (lane <= query_len)
@@ -216,13 +228,14 @@ def launch_accept_window(args: Any) -> tuple[torch.Tensor, ...]:
     chain_slots = torch.empty_like(chain_positions)
     has_pdl = device_of(start.device.index).has_dependent_launch
     forced_stride = 0 if args.forced_ids is None else args.forced_ids.stride(0)
-    counts = args.history.output_counts
+    token_stride = 0 if args.token_ids is None else args.token_ids.stride(0)
+    counts, token_ids = args.history.output_counts, args.token_ids
     accept_window_kernel[(batch,)](
         args.tokens, args.sampled, args.outcome, args.state_index, start, args.table, *args.cursors,
-        args.history.features, counts, counts.stride(0), args.history.recent_ids,
+        args.history.features, counts, counts.stride(0), args.history.recent_ids, token_ids,
         packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
         query_len, args.table.shape[1], args.block_size, args.end, chain_positions.shape[1], args.hash_limit,
-        args.forced_ids, forced_stride,
+        args.forced_ids, forced_stride, token_stride, args.matched,
         LANES=LANES, HASH_FACTOR=HASH_FACTOR, MIX_FACTOR=MIX_FACTOR, RECENT_IDS=RECENT_IDS,
         REMEMBERED=PENALTIES | BAD_WORDS, DRAWN=DRAWN, ALL_MASKED=ALL_MASKED, PDL=has_pdl,
         num_warps=1, launch_pdl=has_pdl,

@@ -12,7 +12,8 @@ from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, R
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, I32, I64, Remedy
 
-MAX_MTP_STEP = 7
+MAX_DRAFTS = 15
+"""The most drafts of a window; with the last token they fill a row tile of 16."""
 # HASH_FACTOR alone, Knuth's multiplicative hash, would space the accepted positions evenly: mix again.
 HASH_FACTOR, MIX_FACTOR = 2654435761, 0x45D9F3B
 
@@ -130,8 +131,8 @@ class Accepted(NamedTuple):
 
 
 def _table_holds_window(mtp_step: int, block_size: int, end: int, blocks: int) -> None:
-    if not 0 <= mtp_step <= MAX_MTP_STEP:
-        raise fail("mtp_step", f"be 0 to {MAX_MTP_STEP}", mtp_step, "draft fewer tokens")
+    if not 0 <= mtp_step <= MAX_DRAFTS:
+        raise fail("mtp_step", f"be 0 to {MAX_DRAFTS}", mtp_step, "draft fewer tokens")
     if end < 1 or blocks * block_size < end:
         rule = f"be 1 to {blocks} blocks of {block_size} positions"
         raise fail("end", rule, end, "pass max_model_len, and a block table that holds it")
@@ -176,7 +177,7 @@ def read_window(
 
 # The window and the features of its slots are written before the head, a fence.
 @operator(
-    mutates=("base", "pos", "last_token", "output_counts", "recent_ids"),
+    mutates=("base", "pos", "last_token", "output_counts", "recent_ids", "token_ids"),
     launches=(
         Launch("accept_window_kernel", reads_early=("tokens", "state_index", "start", "table", "features")),
     ),
@@ -197,6 +198,8 @@ def accept_window(
     end: int,
     hash_limit: Annotated[Tensor, "1", I64] | None = None,
     forced_ids: Annotated[Tensor, "slots max_model_len", I32, CONTIGUOUS, _SLOT_STATE] | None = None,
+    token_ids: Annotated[Tensor, "slots positions", I32, _SLOT_STATE] | None = None,
+    matched: Annotated[Tensor, "slots", I32, _SLOT_STATE] | None = None,
 ) -> Accepted:
     """Accept the leading drafts that agree with the samples, commit them, and place the draft's rows.
 
@@ -212,6 +215,9 @@ def accept_window(
     it, whatever its token.
     forced_ids [slots, max_model_len], to score given tokens: an id of at least 0 at a position is committed
     there in the place of the sample, and drafts are compared with it.
+    token_ids [slots, N], N >= end, for lookup: the new tokens are also written at their positions below
+    `end`. matched [slots], with both: hash_limit decides no drafts of a slot where it is above 0, which were
+    looked up in the text.
     """
     index, is_live, query_len = state_index.to(torch.int64), state_index > 0, mtp_step + 1
     batch = start.shape[0]
@@ -222,7 +228,8 @@ def accept_window(
     agrees = tokens.view(batch, query_len)[:, 1:] == drawn[:, :-1]
     if hash_limit is not None:
         places = start[:, None] + torch.arange(1, query_len, device=start.device)
-        agrees = torch.where(hash_limit < 0, agrees, position_hash(places, index[:, None]) < hash_limit)
+        is_compared = hash_limit < 0 if matched is None else (hash_limit < 0) | (matched[index, None] > 0)
+        agrees = torch.where(is_compared, agrees, position_hash(places, index[:, None]) < hash_limit)
     num_accepted = agrees.to(torch.int64).cumprod(dim=1).sum(dim=1)
     num_new = torch.where(is_live, num_accepted + 1, 0)
     by_row = outcome.view(batch, query_len)
@@ -240,6 +247,10 @@ def accept_window(
         places = (start[b] + 1 + torch.arange(len(new), device=start.device)) % RECENT_IDS
         history.output_counts[index[b]].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
         history.recent_ids[index[b], places] = new
+    if token_ids is not None:
+        for b, first in enumerate(start.tolist()):
+            count = max(min(int(num_new[b]), end - 1 - first), 0)
+            token_ids[index[b], first + 1 : first + 1 + count] = drawn[b, :count].to(torch.int32)
     positions, kv_slots = place_rows(start + 1, query_len, end, table, block_size)
     chain_positions, chain_slots = place_chain(start + num_new, mtp_step, end, table, block_size)
     return Accepted(

@@ -7,7 +7,7 @@ import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from tests.ops.attention_cases import exact, make
+from tests.ops.attention_cases import call, exact, make
 from tests.ops.harness import check_launch, rel_l2
 from tests.ops.test_qk_norm_rope_kv_write import make as make_qk
 
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def check_exact(args, tolerance):
-    got = paged_attention.launch(*args)
+    got = paged_attention.launch(*call(args))
     want = exact(*args)
     assert got.isfinite().all()
     assert rel_l2(got, want) < tolerance
@@ -39,6 +39,7 @@ def test_verify_against_float64(shape, fp8):
         ([1, 5, 64, 130, 515, 2050, 4097], 1),
         ([4, 63, 65, 129, 1025, 2051, 4099, 8193], 4),  # windows that straddle pages and splits
         ([8, 131, 2055, 32771, 33000], 8),
+        ([16, 131, 2055, 32771, 33000], 16),
     ):
         args = make(lengths, window, *heads, dtype=torch.bfloat16, fp8=fp8, device="cuda", max_blocks=700)
         check_exact(args, TOLERANCE[torch.bfloat16])
@@ -64,7 +65,7 @@ def test_float32_against_float64(shape):
 @pytest.mark.parametrize("shape", ["0.8b", "27b", "35b", *SMALL])
 def test_prefill_against_float64(shape, fp8):
     heads = (HEADS | SMALL)[shape]
-    for lengths, window in (([9], 9), ([513], 513), ([700], 130), ([2100, 400], 65)):
+    for lengths, window in (([19], 19), ([513], 513), ([700], 130), ([2100, 400], 65)):
         args = make(lengths, window, *heads, dtype=torch.bfloat16, fp8=fp8, device="cuda")
         check_exact(args, TOLERANCE[torch.bfloat16])
 
@@ -82,17 +83,18 @@ def test_fp8_scales_far_apart(window):
 @pytest.mark.parametrize("window", [3, 70])
 def test_padding_and_unwritten_rows_change_no_result(window):
     args = make([70 + window], window, 24, 4, 256, dtype=torch.bfloat16, device="cuda")
-    want = paged_attention.launch(*args)
+    want = paged_attention.launch(*call(args))
     q, gate = (torch.cat((t, t, t)) for t in args[:2])
     table = torch.cat((args[4], args[4], torch.full_like(args[4], -1)))
     positions = torch.cat((args[5], args[5] + window, torch.zeros_like(args[5])))
-    got = paged_attention.launch(q, gate, *args[2:4], table, positions, *args[6:])
+    got = paged_attention.launch(*call([q, gate, *args[2:4], table, positions, *args[6:]]))
     assert torch.equal(got[:window], want)
     assert (got[2 * window :] == 0).all()
     # The same within one request: its last rows were never written.
     positions = torch.cat((args[5], args[5] + window))
-    got = paged_attention.launch(q[: 2 * window], gate[: 2 * window], *args[2:5], positions, *args[6:])
-    if 2 * window <= 8:
+    twice = [q[: 2 * window], gate[: 2 * window], *args[2:5], positions, *args[6:]]
+    got = paged_attention.launch(*call(twice))
+    if 2 * window <= 16:
         assert torch.equal(got[:window], want)
     else:
         assert rel_l2(got[:window], want) < TOLERANCE[torch.bfloat16]
@@ -102,16 +104,17 @@ def test_padding_and_unwritten_rows_change_no_result(window):
 @pytest.mark.parametrize("shape", ["0.8b", "27b", "35b", "middle", "wide group"])
 def test_bits_of_a_row_do_not_depend_on_other_rows(shape, dtype):
     heads = (HEADS | SMALL)[shape]
-    lengths = [8, 64, 66, 127, 129, 130, 133, 300, 515] * 3 + [1027, 1153, 2055, 4100, 4353, 8195, 33001]
+    lengths = [16, 64, 66, 127, 129, 130, 133, 300, 515] * 3 + [1027, 1153, 2055, 4100, 4353, 8195, 33001]
     x = torch.float32 if dtype == "fp32" else torch.bfloat16
-    args = make(lengths, 8, *heads, dtype=x, fp8=dtype == "fp8", device="cuda")
+    most = 16
+    args = make(lengths, most, *heads, dtype=x, fp8=dtype == "fp8", device="cuda")
     q, gate, kv, scale, table, positions, softmax_scale, first = args
     full = paged_attention.launch(*args)
-    rows = torch.arange(len(lengths) * 8, device="cuda").view(-1, 8)
+    rows = torch.arange(len(lengths) * most, device="cuda").view(-1, most)
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
-    for window in range(1, 9):
+    for window in range(1, most + 1):
         for requests in ([order[window]], order[:3], order[5:21], order):
-            for begin in {0, 8 - window}:
+            for begin in {0, most - window}:
                 pick = rows[requests, begin : begin + window].flatten()
                 wide = torch.nn.functional.pad(table[requests], (0, 37 * window), value=-1)
                 got = paged_attention.launch(
@@ -128,7 +131,7 @@ def test_strided_inputs_and_poisoned_memory():
         :, 0
     ]  # a layer of a larger cache
     check_launch(paged_attention, args, rtol=8e-3, atol=2e-3)
-    check_launch(paged_attention, make([90], 50, 8, 2, 256, device="cuda"), rtol=1e-5, atol=2e-6)
+    check_launch(paged_attention, call(make([90], 50, 8, 2, 256, device="cuda")), rtol=1e-5, atol=2e-6)
 
 
 def test_pages_beyond_two_to_the_31_elements():

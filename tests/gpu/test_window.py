@@ -7,7 +7,14 @@ import torch
 
 from compiled_mtp.ops.window import accept_window, read_window
 from tests.ops.harness import check_launch
-from tests.ops.window_cases import HASH_LIMIT, accept_arguments, make_forced, make_slots, read_arguments
+from tests.ops.window_cases import (
+    HASH_LIMIT,
+    accept_arguments,
+    make_forced,
+    make_lookup,
+    make_slots,
+    read_arguments,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("mtp_step", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("mtp_step", [0, 1, 2, 3, 7, 15])
 @pytest.mark.parametrize("order", [[1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0]])
 @pytest.mark.parametrize("hash_limit", [None, HASH_LIMIT])
 @pytest.mark.parametrize("is_forced", [False, True])
@@ -26,6 +33,8 @@ def test_windows(mtp_step: int, order: list[int], hash_limit: int | None, is_for
     forced = make_forced(slots, mtp_step) if is_forced else None
     accept = accept_arguments(slots, read_window(*read), order, mtp_step, hash_limit, forced)
     check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11))
+    lookup = (*accept, *make_lookup("cuda"))
+    check_launch(accept_window, lookup, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11, 17))
 
 
 def test_a_table_of_several_parts_is_copied_whole() -> None:

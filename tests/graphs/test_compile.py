@@ -79,20 +79,22 @@ def gates_first(nodes: list[Any], *rest: Any) -> list[Any]:
     return nodes
 
 
-@pytest.mark.parametrize("sizes", [(), (4,)])
+@pytest.mark.parametrize(("sizes", "has_text"), [((), False), ((4,), True)])
 def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_the_order_of_calls(
-    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], has_text: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Gates with their own weight, as beside FP8.
     monkeypatch.setattr("compiled_mtp.models.layers.PLAIN", None)
     # Layers of each kind share memory: two of each.
-    step = tiny.build_step(tiny.tiny_config(num_layers=4, is_full_attention=(False, True) * 2), 1)
+    config = tiny.tiny_config(num_layers=4, is_full_attention=(False, True) * 2)
+    step = tiny.build_step(config, 1, has_text=has_text)
     with torch.no_grad(), Called() as called:
         step.decode(torch.zeros(2, dtype=torch.int32), RoundShape(1, 1))
     # As if this order took less memory: tests/step/test_fences.py checks only the order of calls.
     monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", gates_first)
     code = generated_code(step, 2, sizes)
     assert called.names.count("linear_side") == 2
+    assert called.names.count("find_drafts") == has_text
     assert re.findall(rf"torch\.ops\.{NAMESPACE}\.(\w+)\.default\(", code) == called.names
     kernels = re.findall(r"cpp_fused_\w+\s*=\s*async_compile.*?'''\)", code, re.DOTALL) or [code]
     for kernel in kernels:
@@ -102,6 +104,8 @@ def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_
                 assert "int64_t" in kernel, kernel
                 assert "float tmp_acc" not in kernel, kernel
     buffers = [*step.kv_cache.buffers(), *step.state_cache.buffers()]
+    if step.slots.token_ids is not None:
+        buffers.append(step.slots.token_ids)
     shapes = {tuple(buffer.shape) for buffer in buffers}
     allocated = re.findall(r"empty_strided\w*\(\(([^()]+?),?\)", code)
     assert allocated

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.ops.paged_attention.reference import MAX_VERIFY_WINDOW
+
 Args = list[Any]
 
 
@@ -51,6 +53,16 @@ def make(
     heads = torch.randn(rows, num_q_heads, 2, hd, generator=g, device=device).to(dtype)
     q, gate = heads[:, :, 0].contiguous(), heads[:, :, 1]
     return [q, gate, kv, scale, table, positions, hd**-0.5, 0]
+
+
+def call(args: Args) -> Args:
+    """Return the arguments, with those of prompt chunks if the requests have more rows than a window."""
+    rows, requests = len(args[5]), len(args[4])
+    query_len = rows // requests
+    if query_len <= MAX_VERIFY_WINDOW:
+        return args
+    first_row = torch.arange(0, rows, query_len, device=args[5].device)
+    return [*args, first_row, torch.full_like(first_row, query_len)]
 
 
 def exact(

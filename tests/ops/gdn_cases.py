@@ -316,12 +316,12 @@ def check_windows_equal_single_steps(
     layer = make_layer(shape, dtype, device=device)
     slots, start = [3, 2, 4], [0, 61, 7]
     windows, single = (
-        Stream(layer, make_cache(shape, 6, 16, dtype, device), slots, list(start), list(start))
+        Stream(layer, make_cache(shape, 6, 32, dtype, device), slots, list(start), list(start))
         for _ in range(2)
     )
     before = windows.cache.clone()
     for round_number in range(rounds):
-        query_len = (4, 1, 8, 3, 5, 2, 7, 6)[round_number % 8]
+        query_len = (4, 1, 8, 3, 16, 5, 2, 15, 7, 6)[round_number % 10]
         window = make_window(shape, 3 * query_len, dtype, seed=100 + round_number, device=device)
         y = windows.verify(verify, window, [0, 1, 2])
         for request in range(3):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from compiled_mtp.model_config import rank_range
+from tests.ops.attention_cases import call
 
 Operator = Callable[..., Any]
 BLOCK_SIZE = 64
@@ -22,7 +23,7 @@ def heads_of(x: torch.Tensor, rank: int, world: int, dim: int = 1) -> torch.Tens
 def check_attention_heads(
     attend: Operator, heads: tuple[int, int, int], dtype: torch.dtype, device: str, *, window: int, world: int
 ) -> None:
-    """Rows of 3 requests, `window` each; above 8 they are a prompt's. heads: query heads, KV heads, size."""
+    """Rows of 3 requests, `window` each; above 16 they are a prompt's. heads: query heads, KV heads, size."""
     hq, hkv, size = heads
     rng = torch.Generator().manual_seed(window)
     lengths = torch.tensor([70, 9, 150])
@@ -32,7 +33,8 @@ def check_attention_heads(
     positions = (lengths[:, None] + torch.arange(window)).flatten().to(device)
 
     def run(q: torch.Tensor, gate: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return attend(q, gate, kv, None, table, positions, size**-0.5, 1).view(len(q), -1, size)
+        args = call([q, gate, kv, None, table, positions, size**-0.5, 1])
+        return attend(*args).view(len(q), -1, size)
 
     whole = run(q, gate, kv)
     for rank in range(world):

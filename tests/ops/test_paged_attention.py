@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
-from tests.ops.attention_cases import exact, make
+from tests.ops.attention_cases import call, exact, make
 from tests.ops.harness import check_equal, check_launch
 
 
@@ -33,7 +33,7 @@ def test_reference_matches_sdpa_on_a_prefill_chunk():
         enable_gqa=True,
     )[0]
     want = (want.transpose(0, 1) * torch.sigmoid(gate)).flatten(1)
-    torch.testing.assert_close(paged_attention(*args), want, rtol=0, atol=2e-6)
+    torch.testing.assert_close(paged_attention(*call(args)), want, rtol=0, atol=2e-6)
 
 
 def test_fp8_pages_are_read_with_their_scales():
@@ -78,8 +78,8 @@ def test_padding_requests_and_unwritten_rows_change_no_result():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("hq", "hkv"), [(4, 2), (8, 2), (6, 1), (8, 1), (3, 1)])
 def test_bits_of_a_row_do_not_depend_on_other_rows(hq, hkv, dtype, threads):
-    lengths = [131, 66, 9, 257, 64]
-    window = 8
+    lengths = [131, 66, 17, 257, 64]
+    window = 16
     args = make(lengths, window, hq, hkv, 64, dtype=dtype)
     q, gate, kv, _, table, positions, scale, first = args
     before = torch.get_num_threads()
@@ -89,7 +89,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(hq, hkv, dtype, threads):
         torch.set_num_threads(threads)
         rows = torch.arange(len(lengths) * window).view(len(lengths), window)
         for requests in ([3, 0, 1, 4, 2], [2], [1, 3]):
-            for part in (slice(0, 8), slice(2, 5), slice(7, 8), slice(0, 1)):
+            for part in (slice(0, 16), slice(0, 8), slice(2, 5), slice(7, 8), slice(0, 1)):
                 pick = rows[requests, part].flatten()
                 got = paged_attention(
                     q[pick], gate[pick], kv, None, table[requests], positions[pick], scale, first
@@ -105,8 +105,8 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(hq, hkv, dtype, threads):
 def test_a_chunk_of_rows_gives_the_bits_of_its_windows():
     args = make([600], 600, 8, 2, 64)
     q, gate, kv, _, table, positions, scale, first = args
-    chunk = paged_attention(*args)
-    for begin, end in ((0, 1), (63, 67), (500, 508), (599, 600)):
+    chunk = paged_attention(*call(args))
+    for begin, end in ((0, 1), (63, 67), (500, 508), (560, 576), (599, 600)):
         part = slice(begin, end)
         got = paged_attention(q[part], gate[part], kv, None, table, positions[part], scale, first)
         assert torch.equal(got, chunk[part])
@@ -139,6 +139,10 @@ def bad(index, value):
     return change
 
 
+def widen(args, window):
+    args[:] = make([70, 50], window, 4, 2, 64)
+
+
 @pytest.mark.parametrize(
     ("message", "change"),
     [
@@ -157,6 +161,7 @@ def bad(index, value):
         ("positions must have shape", bad(5, lambda t: t[:3])),
         ("positions must have dtype", bad(5, lambda t: t.int())),
         ("first_key must be at least 0", bad(7, lambda t: -1)),
+        ("a window must have at most 16 rows, got 17; pass first_row", lambda args: widen(args, 17)),
     ],
 )
 def test_errors_name_the_argument(message, change):
@@ -199,6 +204,8 @@ def test_scores_far_apart_do_not_overflow():
         ([131, 5], 5, (6, 1), torch.bfloat16, True, 64, 0),
         ([32900], 2, (1, 1), torch.bfloat16, False, 64, 0),  # splits of every size
         ([20], 2, (2, 1), torch.float32, False, 64, 5000),  # no row sees a key
+        ([50, 70], 16, (4, 2), torch.float32, False, 16, 3),
+        ([131], 15, (6, 1), torch.bfloat16, False, 64, 0),
         ([50], 20, (4, 2), torch.float32, False, 16, 3),
         ([150], 140, (2, 1), torch.bfloat16, False, 64, 0),
         ([150, 70], 70, (2, 1), torch.bfloat16, True, 48, 1),
@@ -209,11 +216,11 @@ def test_kernels_in_interpreter(interpreter, lengths, window, heads, dtype, fp8,
     args[-1] = first_key
     # A weight rounded to bfloat16 has a relative error of 2^-9, and values reach 4.
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 4e-3}
-    check_launch(paged_attention, args, **tolerance)
+    check_launch(paged_attention, call(args), **tolerance)
 
 
 def test_kernel_keeps_padding_requests_and_unwritten_rows_separate(interpreter):
-    for window in (2, 10):
+    for window in (2, 8):
         args = make([70], window, 2, 1, 64)
         want = paged_attention.launch(*args)
         # A padding request, and rows whose keys in the last page were never written.
@@ -221,9 +228,8 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_separate(interpreter):
         table = torch.cat((args[4], torch.full_like(args[4], -1)))
         after = torch.arange(70, 70 + window)
         padding = torch.zeros(2 * window, dtype=torch.int64)
-        got = paged_attention.launch(
-            q, gate, *args[2:4], table, torch.cat((args[5], after, padding)), *args[6:]
-        )
+        positions = torch.cat((args[5], after, padding))
+        got = paged_attention.launch(*call([q, gate, *args[2:4], table, positions, *args[6:]]))
         assert torch.equal(got[:window], want)
         assert (got[2 * window :] == 0).all()
 

@@ -17,7 +17,7 @@ def test_attention_on_the_cpu(dtype: torch.dtype, window: int) -> None:
         check_attention_heads(paged_attention, heads, dtype, "cpu", window=window, world=4)
 
 
-@pytest.mark.parametrize("window", [2, 9])
+@pytest.mark.parametrize("window", [2, 16, 17])
 def test_attention_in_interpreter(interpreter: None, window: int) -> None:
     check_attention_heads(paged_attention.launch, (4, 1, 16), torch.bfloat16, "cpu", window=window, world=2)
 

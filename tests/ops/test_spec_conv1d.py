@@ -36,7 +36,7 @@ def arguments(
 ) -> tuple[Any, ...]:
     """Return requests whose rings hold real rows, at positions 0, 1, 2, 3 and later; the last request is
     padding."""
-    layer, cache = make_layer(shape, dtype), make_cache(shape, requests + 1, 16, dtype)
+    layer, cache = make_layer(shape, dtype), make_cache(shape, requests + 1, 32, dtype)
     proj = make_proj(shape, requests * query_len, dtype, seed, padding=4)
     cache.conv_ring.copy_(torch.randn(cache.conv_ring.shape, generator=torch.Generator().manual_seed(9)))
     slots = torch.arange(requests, 0, -1, dtype=torch.int32)
@@ -50,15 +50,15 @@ def arguments(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_windows_equal_whole_sequence(shape: Shape, dtype: torch.dtype) -> None:
     """Two requests in windows of changing length with rejected tails, against one convolution in float64."""
-    layer, cache = make_layer(shape, dtype), make_cache(shape, 4, 16, dtype)
-    length = 41
+    layer, cache = make_layer(shape, dtype), make_cache(shape, 4, 32, dtype)
+    length = 61
     inputs = [make_proj(shape, length, dtype, seed, padding=8) for seed in (3, 4)]
     slots = torch.tensor([3, 1], dtype=torch.int32)
     rejected = make_proj(shape, 16, dtype, seed=5, padding=8)
     untouched = cache.conv_ring[[0, 2]].clone()
     got: list[list[torch.Tensor]] = [[], [], [], [], []]
     done = 0
-    for query_len in (1, 8, 2, 3, 5, 4, 1, 1, 8, 7, 6, 8, 8, 8):
+    for query_len in (1, 8, 2, 3, 16, 5, 4, 1, 1, 8, 7, 15, 6, 8, 8, 8):
         kept = min(max(1, query_len - 2), length - done)
         rows = [torch.cat((x[done : done + kept], rejected[: query_len - kept])) for x in inputs]
         pos = torch.tensor([done, done])
@@ -109,12 +109,12 @@ def test_rows_do_not_depend_on_batch_or_threads(shape: Shape, dtype: torch.dtype
 
 def test_rows_of_a_window_equal_single_rows() -> None:
     shape = SHAPES[0]
-    whole = arguments(shape, requests=1, query_len=8)
+    whole = arguments(shape, requests=1, query_len=16)
     whole[5][0] = 1
-    single = arguments(shape, requests=1, query_len=8)
+    single = arguments(shape, requests=1, query_len=16)
     single[5][0] = 1
     together = spec_conv1d(*whole)
-    for token in range(8):
+    for token in range(16):
         rows = slice(token, token + 1)
         alone = spec_conv1d(single[0][rows], *single[1:6], single[6] + token, *shape.dims)
         assert_same_bits(alone, [t[rows] for t in together], f"token {token}")
@@ -130,7 +130,7 @@ def test_history_before_position_zero_is_zero_and_never_read() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("requests, query_len", [(2, 1), (1, 4), (6, 3)])
+@pytest.mark.parametrize("requests, query_len", [(2, 1), (1, 4), (6, 3), (1, 16)])
 def test_the_cpu_computes_the_specification(requests: int, query_len: int, dtype: torch.dtype) -> None:
     for shape in (SHAPES[2], Shape(2, 4, 128, 128)):
         args = arguments(shape, requests, query_len, dtype)
@@ -182,6 +182,8 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
     """Unequal head dims, a head count that is no power of two, positions 0 to 2, a padding request."""
+    widest = arguments(Shape(1, 3, 32, 16), requests=1, query_len=16, dtype=dtype)
+    check_launch(spec_conv1d, widest, rtol=2e-6, atol=2e-6, mutated=(4,))
     args = arguments(Shape(1, 3, 32, 16), requests=4, query_len=2, dtype=dtype)
     check_launch(spec_conv1d, args, rtol=2e-6, atol=2e-6, mutated=(4,))
     proj, gates = gates_apart(args[0], args[0].shape[1] - 4 - 6, 6)

@@ -20,12 +20,13 @@ from tests.ops.window_cases import (
     history_of,
     kv_index_of,
     make_forced,
+    make_lookup,
     make_slots,
     read_arguments,
 )
 
 ORDERS = ([1], [2, 0], [6, 3, 8], [5, 8, 1, 7, 0, 2, 4, 6, 3, 0])
-STEPS = range(8)
+STEPS = (*range(8), 12, 15)
 
 
 @pytest.mark.parametrize("mtp_step", STEPS)
@@ -133,7 +134,7 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    mtp_step, batch = seed % 8, int(draw(1, 7))
+    mtp_step, batch = seed % 16, int(draw(1, 7))
     width = mtp_step + 1
     index = torch.randperm(SLOTS, generator=generator)[:batch].to(torch.int32)
     index[draw(0, 2, batch) * draw(0, 2, batch) > 0] = 0
@@ -154,10 +155,40 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
         window = read(index, cursors_of(slots), slots["drafts"], slots["block_table"], *sizes)
         drawn = (window.tokens, sampled, outcome.to(torch.uint8))
         commit = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
-        found.append([*window, *accept(*drawn, *commit, *sizes, limit, forced), *slots.values()])
+        token_ids, matched = make_lookup("cpu") if seed % 5 else (None, None)
+        accepted = accept(*drawn, *commit, *sizes, limit, forced, token_ids, matched)
+        written = slots["pos"] if token_ids is None else token_ids
+        found.append([*window, *accepted, *slots.values(), written])
     for ours, expected in zip(*found, strict=True):
         assert ours.dtype == expected.dtype
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3, 15])
+def test_new_tokens_are_written_at_their_positions(mtp_step: int) -> None:
+    """Also of slots near `END`, where some tokens have no position."""
+    order = [6, 3, 0, 7, 1]
+    slots = make_slots(mtp_step, "cpu")
+    window = read_window(*read_arguments(slots, order, mtp_step))
+    token_ids, _ = make_lookup("cpu")
+    expected = token_ids.clone()
+    result = accept_window(*accept_arguments(slots, window, order, mtp_step), token_ids)
+    for request, slot in enumerate(order):
+        first, count = int(window.pos[request]) + 1, int(result.packed[request, 0])
+        new = result.packed[request, 2 : 2 + count].to(torch.int32)
+        expected[slot, first : first + count] = new[: max(END - first, 0)]
+    assert torch.equal(token_ids, expected)
+
+
+def test_a_hash_decides_no_looked_up_drafts() -> None:
+    order = [1, 2, 3, 4]
+    limit, (token_ids, matched) = 65536, make_lookup("cpu")
+    slots = make_slots(3, "cpu")
+    window = read_window(*read_arguments(slots, order, 3))
+    arguments = accept_arguments(slots, window, order, 3, limit)
+    result = accept_window(*arguments, token_ids, matched)
+    # Odd slots have looked-up drafts: `accept_arguments` makes requests 0 and 2 keep 0 and 2 of them.
+    assert result.packed[:, 0].tolist() == [1, 4, 3, 4]
 
 
 def test_hashes_of_neighbours_are_independent() -> None:
@@ -184,7 +215,8 @@ def test_registration_and_compile() -> None:
         slots = make_slots(3, "cpu")
         read.append(read_arguments(slots, order, 3))
         forced = make_forced(slots, 3)
-        accept.append(accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT, forced))
+        own = accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT, forced)
+        accept.append((*own, *make_lookup("cpu")))
     check_registration(torch.ops.compiled_mtp.read_window.default, read[1])
     check_registration(torch.ops.compiled_mtp.accept_window.default, accept[1])
     check_compiles(read_window, read)
@@ -201,7 +233,7 @@ def test_bad_arguments_raise() -> None:
         (read, 0, torch.ones(2, dtype=torch.int64), "state_index must have dtype"),
         (read, 1, Cursors(slots["base"], slots["pos"].int(), slots["pos"]), "pos must have dtype"),
         (read, 2, slots["drafts"][:, :2], "drafts must hold 3 ids a slot, got 2"),
-        (read, 4, 8, "mtp_step must be 0 to 7, got 8"),
+        (read, 4, 16, "mtp_step must be 0 to 15, got 16"),
         (read, 6, END + BLOCKS * 16, "end must be 1 to 5 blocks of 16 positions"),
         (accept, 0, accept[0][:-1], "tokens must have shape"),
         (accept, 2, accept[2].int(), "outcome must have dtype"),
@@ -216,7 +248,16 @@ def test_bad_arguments_raise() -> None:
             (read_window if arguments is read else accept_window)(*changed)
 
 
-@pytest.mark.parametrize("mtp_step", [0, 1, 3, 7])
+@pytest.mark.parametrize("mtp_step", [0, 3, 15])
+def test_kernels_of_lookup_in_interpreter(interpreter: None, mtp_step: int) -> None:
+    for order in ORDERS[1:]:
+        slots = make_slots(mtp_step, "cpu")
+        window = read_window(*read_arguments(slots, order, mtp_step))
+        accept = (*accept_arguments(slots, window, order, mtp_step, HASH_LIMIT), *make_lookup("cpu"))
+        check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11, 17))
+
+
+@pytest.mark.parametrize("mtp_step", [0, 1, 3, 7, 15])
 @pytest.mark.parametrize("order", ORDERS[1:])
 @pytest.mark.parametrize("hash_limit", [None, -1, HASH_LIMIT])
 @pytest.mark.parametrize("is_forced", [False, True])

@@ -105,6 +105,12 @@ def make_forced(slots: dict[str, torch.Tensor], mtp_step: int) -> torch.Tensor:
     return ids.to(torch.int32).to(slots["pos"].device)
 
 
+def make_lookup(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids [SLOTS, END], and match lengths of which every other one is above 0."""
+    matched = torch.arange(SLOTS, dtype=torch.int32) % 2 * 5
+    return torch.full((SLOTS, END), 99, dtype=torch.int32, device=device), matched.to(device)
+
+
 def kv_index_of(table: list[int], position: int) -> tuple[int, int]:
     """Return the position, at most END - 1, and the KV index (-1: not written) of a wanted position."""
     inside = min(position, END - 1)

@@ -483,7 +483,13 @@ def test_drafts_count_what_was_verified() -> None:
     usage, metrics = Usage(600), Metrics()
     usage.add(output)
     assert usage.to_openai()["prompt_tokens_details"] == {"cached_tokens": 512}
-    assert usage.to_openai()["speculation"] == {"rounds": 2, "drafted_tokens": 5, "accepted_tokens": 1}
+    assert usage.to_openai()["speculation"] == {
+        "rounds": 2,
+        "drafted_tokens": 5,
+        "accepted_tokens": 1,
+        "lookup_drafted_tokens": 0,
+        "lookup_accepted_tokens": 0,
+    }
     assert RoundCounter().take(output) == {"drafted": 5, "accepted": 1}
     metrics.on_step([output], 0.1, Stats())  # type: ignore[arg-type]
     assert (metrics._drafted, metrics._cached_tokens) == (5, 512)

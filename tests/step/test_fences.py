@@ -308,6 +308,16 @@ def test_early_reads_are_older_than_the_last_fence(family: str, mtp_step: int, r
     assert recorder.checked > 100
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_early_reads_are_older_where_drafts_are_looked_up(resident: bool) -> None:
+    step = tiny.build_step(tiny.tiny_config(), 3, has_text=True)
+    if resident:
+        make_resident(step)
+    recorder = record_rounds(step, 3)
+    assert recorder.wrong == []
+    assert recorder.checked > 100
+
+
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_early_reads_are_older_with_quantised_rows(family: str, tmp_path: Path) -> None:
     step = make_engine(write_checkpoint(tmp_path, **dict(FP8_FAMILIES)[family]), mtp_step=3).runner.step

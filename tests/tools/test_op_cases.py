@@ -50,6 +50,7 @@ def test_cases_are_right(tiny: Any, module: str, settings: dict[str, int]) -> No
         ("paged_attention", 4, {"keys": 100}),
         ("qk_norm_rope_kv_write", 3, {}),
         ("sample", 3, {}),
+        ("find_drafts", 3, {"tokens": 300}),
     ],
 )
 def test_cases_of_operators_that_are_their_specification_here(

@@ -125,6 +125,7 @@ class Bench:
             max_model_len=self.runner.memory.max_model_len,
             prefill_chunk=spec.prefill_chunk,
             mtp_step=spec.mtp_step,
+            max_drafts=spec.max_drafts,
             max_in_flight=spec.max_in_flight,
         )
         self.scheduler = Scheduler(limits, depth=self._choose)

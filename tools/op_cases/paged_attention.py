@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.paged_attention import paged_attention
+from compiled_mtp.ops.paged_attention.reference import MAX_VERIFY_WINDOW
 from op_cases import (
     BF16,
     BLOCK_SIZE,
@@ -57,11 +58,15 @@ def make_inputs(
     if cache == FP8:
         scale = kv.float().abs().amax(-1) / 448
         kv = (kv.float() / scale.unsqueeze(-1)).to(FP8)
-    return q.contiguous(), gate, kv, scale, table, positions, hd**-0.5, 0, *pages
+    first_row = length = None
+    if query_len > MAX_VERIFY_WINDOW:
+        first_row = torch.arange(0, rows, query_len, device=device)
+        length = torch.full_like(first_row, query_len)
+    return q.contiguous(), gate, kv, scale, table, positions, hd**-0.5, 0, first_row, length, *pages
 
 
 def call(*args: Any) -> torch.Tensor:
-    return paged_attention(*args[:8])
+    return paged_attention(*args[:10])
 
 
 def sdpa(*args: Any) -> torch.Tensor:
@@ -74,7 +79,7 @@ def sdpa(*args: Any) -> torch.Tensor:
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
-    """Return cases of rows / query_len requests of `keys` keys each; query_len above 8 is a prompt chunk."""
+    """Return cases of rows / query_len requests of `keys` keys each; query_len above 16 is a prompt chunk."""
     query_len = settings.get("query_len", min(rows, 4))
     keys = settings.get("keys", 4096)
     requests = max(1, rows // query_len)
@@ -89,7 +94,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
             functools.partial(make, cache=FP8 if fp8 else BF16),
             call,
             cache * (1 if fp8 else 2) + (cache // shape.head_dim * 4 if fp8 else 0) + activations,
-            lambda args: check_reference(paged_attention, args[:8], TOLERANCE),
+            lambda args: check_reference(paged_attention, args[:10], TOLERANCE),
             sdpa,
             "SDPA bf16",
         )

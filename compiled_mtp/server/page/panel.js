@@ -27,7 +27,7 @@ export function chips(round) {
   const row = element("span", "chips");
   round.drafts.forEach((token, index) => {
     const fate = fateOfDraft(round, index);
-    row.append(chip(fate, token, fate === "wrong" ? "wrong draft" : `${fate} draft`));
+    row.append(chip(fate, token, { wrong: "wrong draft", found: "kept draft from the text" }[fate] ?? `${fate} draft`));
   });
   const own = round.tokens.slice(round.accepted);
   if (own.length && round.drafts.length) row.append(element("span", "arrow", "→"));
@@ -43,7 +43,8 @@ export function describe(round) {
   if (round.number === 0) return "The prompt’s forward pass produced the first token.";
   const gained = `${counted(round.tokens.length, "token")} from one forward pass`;
   if (!round.drafts.length) return `Round ${round.number}: no drafts, ${gained}.`;
-  return `Round ${round.number}: ${round.accepted} of ${round.drafts.length} drafts kept, ${gained}.`;
+  const drafts = round.source === "lookup" ? "drafts from the text" : "drafts";
+  return `Round ${round.number}: ${round.accepted} of ${round.drafts.length} ${drafts} kept, ${gained}.`;
 }
 
 export class Panel {

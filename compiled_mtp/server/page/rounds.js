@@ -1,15 +1,20 @@
 // The rounds in a stream's chunks, as plain objects; nothing here touches the page.
 
-/** Return how a round got a token: kept (a draft), replaced (instead of a wrong draft), bonus, or plain (no drafts). */
+/** Return the outcome of a draft that was kept: found in the text, or kept, if the MTP head made it. */
+function keptOf(round) {
+  return round.source === "lookup" ? "found" : "kept";
+}
+
+/** Return how a round got a token: kept or found (a draft), replaced (a wrong draft), bonus, or plain (no drafts). */
 function fateOfToken(round, index) {
   if (round.drafts.length === 0) return "plain";
-  if (index < round.accepted) return "kept";
+  if (index < round.accepted) return keptOf(round);
   return round.accepted < round.drafts.length ? "replaced" : "bonus";
 }
 
-/** Return the outcome of a draft: kept, wrong (a token replaced it), or dropped after a wrong one. */
+/** Return the outcome of a draft: kept or found, wrong (a token replaced it), or dropped after a wrong one. */
 export function fateOfDraft(round, index) {
-  if (index < round.accepted) return "kept";
+  if (index < round.accepted) return keptOf(round);
   return index === round.accepted && round.tokens.length > round.accepted ? "wrong" : "dropped";
 }
 
@@ -17,11 +22,11 @@ export function fateOfDraft(round, index) {
  * Return a round without the drafts whose tokens came in an earlier chunk: a replica that continues another's stream
  * cuts it elsewhere, and its first round lists all drafts of that round. Id 0 is an unknown draft.
  */
-function withoutTold({ drafts, accepted }, tokens) {
+function withoutTold({ drafts, accepted, source }, tokens) {
   const isHere = (at) => drafts.slice(at, accepted).every(({ id }, index) => id === 0 || id === tokens[index].id);
   let at = Math.max(0, accepted - tokens.length);
   while (!isHere(at)) at += 1;
-  return { drafts: drafts.slice(at), accepted: accepted - at };
+  return { drafts: drafts.slice(at), accepted: accepted - at, source };
 }
 
 /** The rounds of one answer as they come, and sums over them. Round 0 is the prompt's: it gives the first token. */
@@ -48,7 +53,8 @@ export class Rounds {
     let at = 0;
     return told.map((one, index) => {
       const end = index === told.length - 1 ? tokens.length : at + one.accepted + 1;
-      const round = { number: this.list.length, drafts: one.drafts, accepted: one.accepted, tokens: [] };
+      const { drafts, accepted, source } = one;
+      const round = { number: this.list.length, drafts, accepted, source, tokens: [] };
       const own = tokens.slice(at, end);
       at = end;
       round.tokens = own.map((token) => ({ ...token, text: this.decode(token) }));

@@ -1,0 +1,144 @@
+"""The specification of `find_drafts`."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.registry import Launch, operator
+from compiled_mtp.ops.signature import I32, I64, Remedy
+
+# A match of fewer ids is chance; longer ones are not told apart, and their latest place counts.
+LEAST_MATCH, MOST_MATCH = 3, 16
+# The threshold of a new request, and how far it rises after a miss; it falls by 1 after a hit.
+FIRST_THRESHOLD, RISE = 8, 2
+# The mean number of drafts that a chain keeps, in 1/256: of a new request; a round changes it by 2^-DECAY of
+# the difference.
+FIRST_CHAIN_KEPT, CHAIN_UNIT, DECAY = 256, 256, 3
+
+_SLOT_STATE = Remedy("pass the rows of SlotState")
+
+
+class LookupState(NamedTuple):
+    """What decides between looked-up drafts and a chain's, [slots] int32.
+
+    matched: the match length of the slot's drafts, 0 for a chain's. threshold: the least length whose drafts
+    the slot takes, LEAST_MATCH to MOST_MATCH. chain_kept: how many drafts a chain kept lately, in 1/256.
+    """
+
+    matched: Annotated[Tensor, "slots", I32, _SLOT_STATE]
+    threshold: Annotated[Tensor, "slots", I32, _SLOT_STATE]
+    chain_kept: Annotated[Tensor, "slots", I32, _SLOT_STATE]
+
+
+class Found(NamedTuple):
+    """drafts [B, D] int64: those that the slots are left with. matches [B, 2] int64: the match lengths of the
+    drafts that the round verified, and of `drafts`; 0 for a chain's."""
+
+    drafts: Annotated[Tensor, "B num_drafts", I64]
+    matches: Annotated[Tensor, "B 2", I64]
+
+
+# A kernel keeps a length and a place in 31 bits.
+_MOST_POSITIONS = 1 << 26
+
+
+def _sizes_fit(num_drafts: int, S: int, positions: int) -> None:
+    if positions > _MOST_POSITIONS:
+        raise fail("token_ids", f"have at most {_MOST_POSITIONS} positions", positions, "lower max_model_len")
+    if num_drafts < max(S, 1):
+        raise fail("drafts", f"hold {max(S, 1)} ids a slot", num_drafts, "make SlotState for that depth")
+
+
+# The search waits for `accept_window`, which writes the last tokens; state_index is an input of the round.
+@operator(
+    mutates=("drafts", "matched", "threshold", "chain_kept"),
+    launches=(
+        Launch("search_kernel", reads_early=("state_index",)),
+        Launch("choose_kernel", reads_early=("state_index",)),
+    ),
+    check=_sizes_fit,
+    has_cpu_route=True,
+)
+def find_drafts(
+    token_ids: Annotated[Tensor, "slots positions", I32, _SLOT_STATE],
+    state_index: Annotated[Tensor, "B", I32],
+    pos: Annotated[Tensor, "slots", I64, _SLOT_STATE],
+    chain: Annotated[Tensor, "B S", I64],
+    lookup: LookupState,
+    drafts: Annotated[Tensor, "slots num_drafts", I64, _SLOT_STATE],
+    accepted: Annotated[Tensor, "B W2", I64, Remedy("pass the first result of accept_window")] | None = None,
+) -> Found:
+    """Leave each slot with drafts from its own text if its last ids stood there before, else with its
+    chain's.
+
+    token_ids [slots, N]: the ids at positions 0 .. pos[slot] of each slot, -1 for one that is neither matched
+    nor drafted. state_index [B], 0 for padding. A match is the longest suffix of at most MOST_MATCH ids that
+    ends at an earlier position too; of equal lengths, the latest position. The ids after it are the drafts; a
+    match that runs into the end continues into itself, so that a period goes on. After an id of -1 drafts
+    are id 0. If the match has at least threshold[slot] ids, the slot gets these drafts; else chain [B, S],
+    then id 0. Mutates drafts [slots, D], D >= S, and matched.
+    accepted [B, 2 + W]: `packed` of accept_window for the round before, None for a first token. Looked-up
+    drafts of that round hit if it kept at least as many of them as a chain keeps: the threshold then falls by
+    1, else it rises by 2. A chain's drafts change chain_kept. Integers only, so all ranks agree. The padding
+    keeps zeros.
+    """
+    found = []
+    for request, slot in enumerate(state_index.tolist()):
+        verified = int(lookup.matched[slot])
+        if not slot:
+            found.append(([0] * drafts.shape[1], 0, 0))
+            continue
+        if accepted is not None:
+            _learn(lookup, slot, kept=int(accepted[request, 0]) - 1, verify=accepted.shape[1] - 3)
+        ids = token_ids[slot, : int(pos[slot]) + 1]
+        length, place = _longest_match(ids)
+        row = [*chain[request].tolist(), *[0] * (drafts.shape[1] - chain.shape[1])]
+        if length >= int(lookup.threshold[slot]):
+            row = _continue(ids, place, drafts.shape[1])
+        else:
+            length = 0
+        drafts[slot] = torch.tensor(row)
+        lookup.matched[slot] = length
+        found.append((row, verified, length))
+    rows, before, after = zip(*found, strict=True)
+    matches = torch.tensor([before, after], dtype=torch.int64, device=drafts.device).t().contiguous()
+    return Found(torch.tensor(rows, dtype=torch.int64, device=drafts.device), matches)
+
+
+def _learn(lookup: LookupState, slot: int, kept: int, verify: int) -> None:
+    """Change a slot's threshold or its mean of kept drafts by a round that kept `kept` of `verify` drafts."""
+    threshold, chain_kept = int(lookup.threshold[slot]), int(lookup.chain_kept[slot])
+    if int(lookup.matched[slot]):
+        is_hit = kept * CHAIN_UNIT >= min(chain_kept, verify * CHAIN_UNIT)
+        threshold += -1 if is_hit else RISE
+        lookup.threshold[slot] = min(max(threshold, LEAST_MATCH), MOST_MATCH)
+    elif verify:
+        lookup.chain_kept[slot] = chain_kept + ((kept * CHAIN_UNIT - chain_kept) >> DECAY)
+
+
+def _longest_match(ids: Tensor) -> tuple[int, int]:
+    """Return the length of the longest match in ids [n], 0 if below LEAST_MATCH, and where it ends."""
+    last = len(ids) - 1
+    lengths, is_open = ids.new_zeros(last), torch.ones(last, dtype=torch.bool, device=ids.device)
+    for back in range(min(MOST_MATCH, last)):
+        # Position j - back holds the id that is `back` before the last one.
+        is_open[:back] = False
+        is_open[back:] &= (ids[: last - back] == ids[last - back]) & (ids[last - back] >= 0)
+        lengths += is_open
+    longest = int(lengths.max()) if last > 0 else 0
+    if longest < LEAST_MATCH:
+        return 0, 0
+    return longest, int((lengths == longest).nonzero()[-1])
+
+
+def _continue(ids: Tensor, place: int, count: int) -> list[int]:
+    """Return `count` drafts: what follows position `place` in ids [n], again and again up to its end."""
+    period = len(ids) - 1 - place
+    after = ids[place + 1 :].tolist()
+    drafts = [after[k % period] for k in range(count)]
+    end = next((k for k, draft in enumerate(drafts) if draft < 0), count)
+    return drafts[:end] + [0] * (count - end)

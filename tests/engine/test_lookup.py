@@ -1,0 +1,281 @@
+"""Drafts from the text: the same tokens and log probabilities with lookup forced, chosen and off."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.cache import slot_state
+from compiled_mtp.engine import Engine
+from compiled_mtp.graphs.buckets import RoundShape
+from compiled_mtp.ops.find_drafts import LEAST_MATCH, cpu
+from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.sampling.logprobs import TokenLogprob
+from tests.checkpoints import write_checkpoint
+from tests.communicators.threads import engine_of as engine_of_ranks
+from tests.engine.test_request_features import write_small_checkpoint
+from tests.engines import make_engine, prompt_of
+
+VOCAB = 512
+Given = dict[str, tuple[list[int], SamplingParams]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dense")
+    write_checkpoint(directory, num_q_heads=4, num_value_heads=4)
+    return directory
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take what follows any match, whatever it was worth before."""
+    monkeypatch.setitem(slot_state._INITIAL, "threshold", LEAST_MATCH)
+    monkeypatch.setattr(cpu, "RISE", -1)
+
+
+def requests() -> Given:
+    """Answers of few ids, which stand in the text again and again, and others that repeat nothing."""
+    made: Given = {}
+    for length, temperature, few, logprobs in (
+        (9, 0.0, 2, None),
+        (70, 0.9, 2, None),
+        (33, 0.7, 3, 2),
+        (130, 0.9, 2, 1),
+        (64, 0.8, None, None),
+        (12, 1.0, 4, None),
+    ):
+        params = SamplingParams(
+            max_tokens=40,
+            temperature=temperature,
+            seed=length,
+            ignore_eos=True,
+            logprobs=logprobs,
+            allowed_token_ids=None if few is None else range(5, 5 + few),
+            include_drafts=length == 70,
+            frequency_penalty=0.2 if length == 12 else 0.0,
+        )
+        rng = random.Random(length)
+        prompt = [rng.randrange(5, 5 + (few or VOCAB - 5)) for _ in range(length)]
+        made[f"{length}"] = (prompt, params)
+    return made
+
+
+Found = dict[str, tuple[list[int], list[TokenLogprob]]]
+
+
+def run(
+    engine: Engine, given: Given, seed: int, shapes: list[RoundShape] | None = None, arrivals: float = 0.1
+) -> Found:
+    """Add the requests at random moments; return the tokens and log probabilities of each.
+
+    shapes: gets the shape of every round. arrivals: the chance that another request arrives before a step.
+    """
+    rng, waiting = random.Random(seed), list(given.items())
+    rng.shuffle(waiting)
+    found: Found = {name: ([], []) for name in given}
+    if shapes is not None:
+        record_shapes(engine, shapes)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (rng.random() < arrivals or not engine.has_unfinished_requests()):
+            name, (prompt, params) = waiting.pop()
+            engine.add_request(prompt_token_ids=prompt, params=params, request_id=name)
+        for output in engine.step():
+            take(found, output)
+    engine.scheduler.check_integrity()
+    assert engine.stats().blocks_used == 0
+    return found
+
+
+def record_shapes(engine: Engine, shapes: list[RoundShape]) -> None:
+    programs = engine.runner.programs
+
+    def recorded(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(slots: tuple[int, ...], shape: RoundShape) -> Any:
+            shapes.append(shape)
+            return launch(slots, shape)
+
+        return call
+
+    programs.decode, programs.verify = recorded(programs.decode), recorded(programs.verify)  # type: ignore[method-assign]
+
+
+def take(found: Found, output: RequestOutput) -> None:
+    assert output.error is None, output.error
+    tokens, logprobs = found[output.request_id]
+    tokens += output.new_token_ids
+    logprobs += output.logprobs or []
+    for one in output.drafts or []:
+        # The rounds of an output are those of its tokens.
+        assert one.token_ids[: one.num_accepted] == output.new_token_ids[: one.num_accepted]
+
+
+@cache
+def plain(directory: Path, dtype: str = "float32") -> Found:
+    """Each request alone, one token at a time."""
+    return run(make_engine(directory, mtp_step=0, max_batch=1, dtype=dtype), requests(), 0)
+
+
+MODES = [
+    (1, 1, 0, {"dtype": "bfloat16"}),
+    (3, 1, 0, {}),
+    (3, 1, 1, {"dtype": "bfloat16"}),
+    (7, 1, 1, {}),
+    (3, 6, 1, {}),
+    (5, 3, 0, {"prefix_cache": False}),
+    (2, 9, 1, {}),
+    ("auto", 1, 1, {}),
+    ("auto", 3, 0, {}),
+]
+
+
+@pytest.mark.parametrize(("mtp_step", "max_batch", "max_in_flight", "options"), MODES)
+def test_forced_drafts_from_the_text_change_no_token(
+    checkpoint: Path,
+    forced: None,
+    mtp_step: int | str,
+    max_batch: int,
+    max_in_flight: int,
+    options: dict[str, Any],
+) -> None:
+    sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
+    engine = make_engine(checkpoint, lookup="auto", **sizes, **options)
+    shapes: list[RoundShape] = []
+    found = run(engine, requests(), max_batch, shapes)
+    assert found == plain(checkpoint, options.get("dtype", "float32"))
+    stats = engine.stats().speculation
+    assert 0 < stats.lookup_accepted < stats.lookup_drafted
+    is_wide = any(shape.verify == 15 for shape in shapes)
+    # Nine slots have rings for the drafts of a chain alone.
+    assert is_wide == (max_batch < 9)
+    assert engine.runner.spec.max_drafts == (15 if max_batch < 9 else 2)
+
+
+@pytest.mark.parametrize(("mtp_step", "max_batch", "max_in_flight", "options"), [MODES[2], MODES[4]])
+def test_chosen_drafts_from_the_text_change_no_token(
+    checkpoint: Path, mtp_step: int | str, max_batch: int, max_in_flight: int, options: dict[str, Any]
+) -> None:
+    sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
+    engine = make_engine(checkpoint, lookup="auto", **sizes, **options)
+    assert run(engine, requests(), 7) == plain(checkpoint, options.get("dtype", "float32"))
+    assert engine.stats().speculation.lookup_rounds > 0
+
+
+def test_without_lookup_there_is_no_text_on_the_device(checkpoint: Path) -> None:
+    for options in ({"lookup": "off"}, {"lookup": "auto", "mtp_step": 0}):
+        engine = make_engine(checkpoint, **options)
+        spec = engine.runner.spec
+        assert (spec.has_lookup, spec.wide_shapes) == (False, ())
+        assert spec.max_drafts == spec.mtp_step
+        assert engine.runner.step.slots.token_ids is None
+
+
+@pytest.mark.parametrize("offload_gb", [0.0, 0.01])
+def test_preempted_requests_keep_their_text(checkpoint: Path, forced: None, offload_gb: float) -> None:
+    """Replayed from their prompts, or copied to host memory and back, with the text in their rows."""
+    engine = make_engine(
+        checkpoint, lookup="auto", max_batch=4, num_blocks=17, offload_gb=offload_gb, max_in_flight=1
+    )
+    admission = engine.scheduler._planner._admission
+    admission.tokens_ahead = -100  # Admit more requests than there are blocks for.
+    assert run(engine, requests(), 1, arrivals=0.8) == plain(checkpoint)
+    stats = engine.stats()
+    assert (stats.offloads if offload_gb else stats.recomputes) > 0
+    assert stats.speculation.lookup_accepted > 0
+
+
+def test_a_cached_prefix_is_searched_too(checkpoint: Path, forced: None) -> None:
+    """The engine computes no row of a prompt's first part again, and finds drafts there all the same."""
+    prompt = prompt_of(150, 1, VOCAB)
+    # Two allowed ids follow each other once in the prompt, in its cached part.
+    prompt[20:40] = [5, 6, 6, 5] * 5
+    prompt[-4:] = [5, 6, 6, 5]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, allowed_token_ids=[5, 6])
+    wanted = make_engine(checkpoint, mtp_step=0, max_batch=1).generate([prompt], params)[0].new_token_ids
+    engine = make_engine(checkpoint, lookup="auto", max_batch=1)
+    for is_cached in (False, True):
+        before = engine.stats().speculation.lookup_rounds
+        (output,) = engine.generate([prompt], params)
+        assert output.new_token_ids == wanted
+        assert (output.metrics.cached_tokens > 0) == is_cached
+        assert engine.stats().speculation.lookup_rounds > before
+        slots = engine.runner.step.slots
+        assert slots.token_ids is not None
+        row = slots.token_ids[int((slots.token_ids[:, 0] == prompt[0]).nonzero()[0])]
+        assert row[: 150 + 12].tolist() == prompt + wanted
+
+
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "repeats": {"guided_regex": r"(ab-[0-9][0-9]\. ){7}"},
+    "copies": {"guided_regex": r"(left|right, left|right; ){12}"},
+}
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_a_grammar_masks_the_rows_of_looked_up_drafts(
+    tmp_path: Path, forced: None, max_in_flight: int
+) -> None:
+    """Masks are made for exactly the drafts that a round verifies, whoever made them."""
+    write_small_checkpoint(tmp_path)
+    given = {
+        f"{name}-{temperature}": SamplingParams(
+            max_tokens=90, temperature=temperature, seed=4, logprobs=1, **GRAMMARS[name]
+        )
+        for name in GRAMMARS
+        for temperature in (0.0, 0.9)
+    }
+
+    def outputs(**options: Any) -> tuple[list[Any], Engine]:
+        engine = make_engine(tmp_path, **options)
+        prompts = ["ab-11. ab-22. ab-11. left"] * len(given)
+        made = engine.generate(prompts, list(given.values()))
+        return [(one.new_token_ids, one.logprobs, one.finish_reason) for one in made], engine
+
+    wanted, _ = outputs(mtp_step=0, max_batch=1)
+    for max_batch in (1, 4):
+        found, engine = outputs(lookup="auto", max_batch=max_batch, max_in_flight=max_in_flight)
+        assert found == wanted
+        stats = engine.stats().speculation
+        assert stats.lookup_accepted > stats.lookup_rounds
+
+
+def test_two_ranks_look_up_the_same_drafts(checkpoint: Path, forced: None) -> None:
+    shapes: list[RoundShape] = []
+    with engine_of_ranks(checkpoint, 2, lookup="auto", max_batch=1) as engine:
+        assert run(engine, requests(), 3, shapes) == plain(checkpoint)
+    assert any(shape.verify == 15 for shape in shapes)
+
+
+def test_a_request_is_told_where_its_drafts_came_from(checkpoint: Path, forced: None) -> None:
+    engine = make_engine(checkpoint, lookup="auto", max_batch=1)
+    params = SamplingParams(
+        max_tokens=40, temperature=0.9, seed=1, ignore_eos=True, include_drafts=True, allowed_token_ids=[5, 6]
+    )
+    (output,) = engine.generate([[5, 6, 5, 6, 5, 6]], params)
+    assert output.drafts is not None
+    looked_up = [one for one in output.drafts if one.is_looked_up]
+    metrics = output.metrics
+    assert len(looked_up) == metrics.lookup_rounds > 0
+    assert sum(one.num_accepted for one in looked_up) == metrics.lookup_accepted
+    assert sum(len(one.token_ids) for one in looked_up) == metrics.lookup_drafted
+    assert sum(metrics.rounds_by_accepted) == metrics.rounds == len(output.drafts)
+    chains = [one for one in output.drafts if not one.is_looked_up]
+    assert sum(one.num_accepted for one in chains) == sum(metrics.accepted_by_index)
+
+
+def test_a_released_slot_is_searched_by_no_later_request(checkpoint: Path, forced: None) -> None:
+    """What a slot held before lies behind the new request's last position."""
+    engine = make_engine(checkpoint, lookup="auto", max_batch=1)
+    long = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, allowed_token_ids=[5])
+    engine.generate([[5] * 60], long)
+    (output,) = engine.generate([[9, 5, 8]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    assert output.metrics.lookup_rounds == 0
+    slots = engine.runner.step.slots
+    assert slots.matched is not None
+    assert torch.equal(slots.matched, torch.zeros_like(slots.matched))

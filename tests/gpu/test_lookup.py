@@ -1,0 +1,115 @@
+"""Drafts from the text on a GPU: the search, windows of 16 rows in graphs, the tokens of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.cache import slot_state
+from compiled_mtp.engine import Engine
+from compiled_mtp.graphs.buckets import RoundShape
+from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
+from tests.checkpoints import write_checkpoint
+from tests.engine.test_lookup import Found, requests, run
+from tests.engines import make_engine
+from tests.ops.harness import check_launch
+from tests.ops.test_find_drafts import MUTATED, arguments, random_text
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        type(one)(*on_gpu(one)) if isinstance(one, tuple) else one if one is None else one.cuda()
+        for one in args
+    )
+
+
+@pytest.mark.parametrize("verify", [None, 0, 3, 15])
+@pytest.mark.parametrize("length", [1, 20, 1025, 40_000])
+@pytest.mark.parametrize("count", [1, 5, 32])
+def test_find_drafts(count: int, length: int, verify: int | None) -> None:
+    rng = random.Random(length)
+    texts = []
+    for _ in range(count):
+        ids = [rng.randrange(50) for _ in range(rng.randint(1, length))]
+        texts.append([*ids, *ids[len(ids) // 3 :][: rng.choice((2, 5, 30))]])
+    args = on_gpu(arguments(texts, count, verify=verify, width=length))
+    check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
+
+
+def test_find_drafts_in_small_texts() -> None:
+    rng = random.Random(1)
+    for seed in range(20):
+        args = on_gpu(arguments([random_text(rng, 60) for _ in range(100)], seed))
+        check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
+
+
+def test_find_drafts_in_a_graph_follows_the_text() -> None:
+    """Replays read positions and texts that change, and learn from the rounds before."""
+    args = on_gpu(arguments([list(range(20)) * 4] * 3, 2))
+    find_drafts(*args)
+    own = tuple(type(one)(*map(torch.clone, one)) if isinstance(one, tuple) else one.clone() for one in args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = find_drafts(*own)
+    for step in range(6):
+        for one in (args, own):
+            one[2][1:] = 79 - 7 * step
+        wanted = find_drafts.reference(*args)
+        graph.replay()
+        assert torch.equal(found.drafts, wanted.drafts)
+        assert torch.equal(found.matches, wanted.matches)
+        assert all(torch.equal(a, b) for a, b in zip(own[4], args[4], strict=True))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("dense"), num_q_heads=4, num_value_heads=4)
+
+
+def gpu_engine(directory: Path, **options: Any) -> Engine:
+    return make_engine(directory, **({"device": "cuda", "prefill_chunk": 128, "block_size": 64} | options))
+
+
+@cache
+def plain(directory: Path, compile: str) -> Found:
+    engine = gpu_engine(directory, mtp_step=0, max_batch=1, compile=compile, graph_mode="off")
+    return run(engine, requests(), 0)
+
+
+@pytest.mark.parametrize(
+    ("mtp_step", "max_batch", "options"),
+    [
+        (3, 1, {"compile": "off"}),
+        (3, 6, {"compile": "off"}),
+        (7, 2, {"compile": "off", "graph_mode": "off"}),
+        (2, 9, {"compile": "off"}),
+        ("auto", 2, {"compile": "off"}),
+        (3, 2, {"compile": "on", "batch_sizes": (1, 2)}),
+        (1, 2, {"compile": "on", "batch_sizes": (1, 2), "graph_mode": "reduce-overhead"}),
+    ],
+)
+def test_forced_drafts_from_the_text_change_no_token(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mtp_step: int | str,
+    max_batch: int,
+    options: dict[str, Any],
+) -> None:
+    from compiled_mtp.ops.find_drafts import kernel
+
+    monkeypatch.setitem(slot_state._INITIAL, "threshold", LEAST_MATCH)
+    monkeypatch.setattr(kernel, "RISE", -1)
+    engine = gpu_engine(checkpoint, mtp_step=mtp_step, max_batch=max_batch, lookup="auto", **options)
+    shapes: list[RoundShape] = []
+    found = run(engine, requests(), max_batch, shapes)
+    assert found == plain(checkpoint, options["compile"])
+    stats = engine.stats().speculation
+    assert 0 < stats.lookup_accepted < stats.lookup_drafted
+    assert any(shape.verify == 15 for shape in shapes) == (max_batch < 9)

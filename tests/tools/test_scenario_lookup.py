@@ -1,0 +1,65 @@
+"""The tool that times drafts from the text: one line, or no output."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+TOOL = "engine_scenarios.lookup"
+FLAGS = ["lookup", "--shape=tiny", "--num-threads=1", "--device=cpu", "--mtp-step=3", "--most-tokens=250"]
+NAMES = ("add", "double", "subtract", "multiply")
+OLD = "\n\n".join(f"def {name}(one, other):\n    return compute({name!r}, one, other)\n" for name in NAMES)
+
+
+@pytest.fixture(autouse=True)
+def history(bench_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two edits of one file: an sdist has no history."""
+    import engine_scenarios.lookup as scenario
+
+    def git(command: str, *arguments: str) -> str:
+        if command == "log":
+            return ":1\n\nadd.py\n:2\n\nadd.py\n:3\n\nadd.py\n:4\n\nadd.py\n:5\n\nadd.py\n:6\n\nadd.py\n"
+        return OLD if "^" in arguments[0] else OLD.replace("double", "twice") + "\n\nprint(double(2))\n"
+
+    monkeypatch.setattr(scenario, "git", git)
+
+
+def test_edits_take_fewer_rounds_with_lookup(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_engine.main([*FLAGS, "--pairs=2", "--rates=2.6"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (line["kind"], line["texts"], line["only_insertions"]) == ("edits", 2, 0)
+    assert line["added_lines"] > line["removed_lines"]
+    rows = {(row["chain"], row["lookup"]): row for row in line["rows"]}
+    assert rows.keys() == {("none", "auto"), ("2.6", "off"), ("2.6", "auto")}
+    assert rows["2.6", "auto"]["rounds"] < rows["2.6", "off"]["rounds"]
+    assert rows["2.6", "auto"]["lookup_accepted"] > 0 == rows["2.6", "off"]["lookup_rounds"]
+
+
+def test_prose_may_use_the_models_own_chain(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_engine.main([*FLAGS, "--kind=prose", "--pairs=1", "--own-chain", "--most-tokens=40"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["chain"] for row in line["rows"]] == ["none", "own", "own"]
+    assert all(row["tokens_per_round"] >= 1.0 for row in line["rows"])
+
+
+def test_nothing_is_printed_for_other_tokens(
+    bench_engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engine_scenarios.lookup as scenario
+
+    # Outputs that nothing forces.
+    monkeypatch.setattr(scenario, "Admit", SimpleNamespace)
+    with pytest.raises(SystemExit, match="error: the output is not the forced one"):
+        bench_engine.main([*FLAGS, "--pairs=1"])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_chains_rate_gives_its_tokens_per_round(bench_engine: Any) -> None:
+    from engine_scenarios.lookup import rate_of
+
+    for tokens, depth in ((2.6, 3), (3.7, 3), (3.3, 7)):
+        rate = rate_of(tokens, depth)
+        assert sum(rate**k for k in range(depth + 1)) == pytest.approx(tokens)
