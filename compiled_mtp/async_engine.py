@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from compiled_mtp.errors import check_type, quote
@@ -299,6 +299,33 @@ class AsyncEngine:
                     self._forget(stream)
             raise
         return streams
+
+    async def between_steps(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the engine in the stepping thread, between two steps: `update_weights`, `sleep`,
+        `wake_up`; return its result.
+
+        Outputs of requests that end meanwhile come afterwards. Raises what the method raises, and
+        EngineStoppedError.
+        """
+        done: Future[Any] = Future()
+
+        def call() -> None:
+            # The caller may have gone.
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(getattr(self._engine, name)(*args, **kwargs))
+                except Exception as error:
+                    done.set_exception(error)
+
+        with self._lock:
+            self._check_open(0)
+            self._inbox.put(call)
+        waiting = asyncio.wrap_future(done)
+        while not waiting.done():
+            if self._stopped is not None:
+                raise EngineStoppedError(*self._stopped.args)
+            await asyncio.wait((waiting,), timeout=_CHECK_S)
+        return await waiting
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests, wait for the open ones, and close; return whether all of them ended.

@@ -162,8 +162,7 @@ class EngineConfig(BaseSettings):
     )
     lora: Path | None = Field(
         default=None,
-        description="a directory with a LoRA adapter, as PEFT saves it, which is merged into the model's "
-        "weights while they are loaded",
+        description="a directory with a LoRA adapter, as PEFT saves it, to merge into the model's weights",
         json_schema_extra=NOT_TRACED,
     )
     chat_template: Path | None = Field(
@@ -173,7 +172,7 @@ class EngineConfig(BaseSettings):
     )
     offline: bool = Field(
         default=False,
-        description="True to never download: a repository must be in the local Hugging Face cache",
+        description="never download: a repository must be in the local Hugging Face cache",
         json_schema_extra=NOT_TRACED,
     )
     device: Annotated[str, AfterValidator(_device)] = Field(
@@ -233,8 +232,8 @@ class EngineConfig(BaseSettings):
         default=0.85,
         gt=0,
         le=1,
-        description="share of the caches in the memory that is free once the weights are loaded; the rest is "
-        "for activations",
+        description="share of the memory that is free after the weights that caches get; activations get the "
+        "rest",
         json_schema_extra=NOT_TRACED,
     )
     num_blocks: int | None = Field(
@@ -247,8 +246,8 @@ class EngineConfig(BaseSettings):
         default=None,
         ge=0,
         le=2**20,
-        description="GiB of host memory, 0 for none, for requests that are offloaded while blocks are short, "
-        "allocated as needed; requests that do not fit are recomputed; default: a tenth of free memory",
+        description="GiB of host memory for requests that are offloaded while blocks are short, 0 for none; "
+        "others are recomputed; default: a tenth of free memory",
         json_schema_extra=NOT_TRACED,
     )
     tensor_parallel: int = Field(
@@ -272,28 +271,29 @@ class EngineConfig(BaseSettings):
     )
     prefix_cache: bool = Field(
         default=True,
-        description="False to prefill every prompt from its beginning, without reuse of earlier prompts",
+        description="resume prompts from what earlier prompts left; without it each is prefilled from its "
+        "beginning",
         json_schema_extra=NOT_TRACED,
     )
     prefix_cache_gb: float | None = Field(
         default=None,
         gt=0,
         le=2**20,
-        description="GiB of device memory for the state snapshots that prompts resume from, and on a GPU at "
-        "most as many of host memory for what the device evicts; default: 4, or an eighth of the memory that "
-        "is free for caches if that is less",
+        description="GiB of device memory for the state snapshots from which prompts resume, and on a GPU at "
+        "most as much host memory for evicted ones; default: 4, or an eighth of the caches' memory if that "
+        "is less",
         json_schema_extra=NOT_TRACED,
     )
     compile: Literal["auto", "off", "on"] = Field(
         default="auto",
-        description="off to run without torch.compile, on a GPU with graphs captured from eager code, which "
-        "starts fastest; on to require it",
+        description="off for no torch.compile: on a GPU it captures graphs of eager code, which starts "
+        "fastest; on to require it",
         json_schema_extra=NOT_TRACED,
     )
     graph_mode: Literal["auto", "reduce-overhead", "replay", "off"] = Field(
         default="auto",
-        description="how a step is replayed on a GPU, by torch (if compiled) or a graph captured by hand; "
-        "off to launch every kernel by itself, for debugging; auto: off with reference_ops, the mode of a "
+        description="how a GPU replays a step: reduce-overhead as torch's CUDA-graph trees, replay as one "
+        "graph, off kernel by kernel, for debugging; auto: off with reference_ops, the mode of a "
         "graph_cache, else reduce-overhead for models of at least 1 GiB",
         json_schema_extra=NOT_TRACED,
     )
@@ -315,9 +315,9 @@ class EngineConfig(BaseSettings):
     )
     draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
         default="auto",
-        description="dtype of the weights that only drafts read, the MTP layer's linears and a copy of the "
-        "head's rows: weights for the stored ones, float8_e4m3fn for FP8 in blocks of 128, auto for FP8 on "
-        "GPUs that convert it if the model is bfloat16; no token depends on it",
+        description="dtype of weights that only drafts read (the MTP layer's linears, a copy of the head's "
+        "rows): weights as stored, float8_e4m3fn in blocks of 128, auto for FP8 on GPUs that convert it if "
+        "the model is bfloat16; no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
     seed: int | None = Field(
@@ -330,20 +330,20 @@ class EngineConfig(BaseSettings):
     )
     scoring: bool = Field(
         default=False,
-        description="True for `Engine.score`: every slot then has room for the ids of a given output",
+        description="give every slot room for the ids of a given output, as `Engine.score` needs",
     )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
     )
     check_weights: bool = Field(
         default=False,
-        description="True to look for NaN and infinity in every weight at load; always done on a GPU",
+        description="look for NaN and infinity in every weight at load; always done on a GPU",
         json_schema_extra=NOT_TRACED,
     )
     allow_extra_tensors: bool = Field(
         default=False,
-        description="True to skip tensors of the checkpoint that the model does not use, with a warning that "
-        "names them; else they are refused",
+        description="skip tensors of the checkpoint that the model does not use, with a warning that names "
+        "them; without it they are an error",
         json_schema_extra=NOT_TRACED,
     )
     max_in_flight: int | None = Field(

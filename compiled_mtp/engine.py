@@ -420,12 +420,11 @@ class Engine(WeightControl):
     ) -> list[RequestOutput]:
         """Return, for each prompt, what `generate` would if it had drawn the given continuation.
 
-        continuations: one for each prompt, token ids or a text, which is encoded alone. Each output's
-        `logprobs` hold raw entries with processed ones, as logprobs_mode "both" does: they are, to the bit,
-        those of a request that draws these tokens, at any depth, batch and state of the cache. `params` give
-        the processing (temperature, penalties, masks) and the number of likeliest ids, 0 by default; nothing
-        ends a continuation early but an error: a token that its grammar forbids, logits that are not finite.
-        Raises ValueError as `generate` does, and for an engine without `scoring`.
+        continuations: one for each prompt, token ids or a text, which is encoded alone. `logprobs` hold raw
+        entries with processed ones: to the bit those of a request that draws these tokens, at any depth,
+        batch and state of the cache. `params` give the processing and the number of likeliest ids, 0 by
+        default. Only a token that its grammar forbids, or logits that are not finite, end a continuation
+        early. Raises ValueError as `generate` does, and for an engine without `scoring`.
         """
         is_scoring, remedy = self.config.scoring, "make Engine(..., scoring=True)"
         check(is_scoring, "scoring", "be set to score tokens", is_scoring, remedy)
@@ -472,7 +471,6 @@ class Engine(WeightControl):
         outputs: dict[str, list[list[RequestOutput]]],
     ) -> None:
         """Queue every prompt. Adds its id to `outputs` first, because an interrupt may come at any point."""
-        self._check_open()
         for index, (prompt, prompt_params, continuation) in enumerate(
             zip(prompts, params, continuations, strict=True)
         ):

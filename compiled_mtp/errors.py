@@ -23,6 +23,10 @@ _REPR.maxstring = _REPR.maxother = 120
 _REPR.maxlong = 60
 
 
+class EngineUnavailableError(ValueError):
+    """An engine cannot serve a request now: it sleeps, or an update of its weights has failed."""
+
+
 def shown(value: object, text_of: Callable[[object], str] = str) -> str:
     """Return `value` as text for one line of a terminal.
 

@@ -39,6 +39,7 @@ ROOMS = (
     "engine",
     "async_engine",
     "terminal",
+    "benchmarks",
     "server",
     "replicas",
     "cli",

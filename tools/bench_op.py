@@ -14,69 +14,19 @@ import argparse
 import functools
 import importlib
 import json
-import statistics
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import triton
-import triton.language as tl
 from op_cases import SHAPES, OpCase
+
+from compiled_mtp.benchmarks.bandwidth import read_bandwidth, time_us
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 MAX_SETS = 256
-REPLAYS = 21
-READ_BYTES = 4 << 30
-
-
-@triton.jit
-def read_kernel(source, sums, BLOCK: tl.constexpr, REPEAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * (BLOCK * REPEAT) + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.int32)
-    for step in range(REPEAT):
-        total += tl.load(source + at + step * BLOCK)
-    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
-
-
-def time_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """Return microseconds per call: the median over replays of one graph that holds all of `calls`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
-def read_bandwidth() -> float:
-    """Return the bytes per second of a kernel that only reads."""
-    source = torch.ones(READ_BYTES // 4, dtype=torch.int32, device="cuda")
-    block, repeat = 2048, 8
-    programs = source.numel() // (block * repeat)
-    sums = torch.empty(programs, dtype=torch.int32, device="cuda")
-    read = read_kernel[(programs,)]
-    best = min(
-        time_us([functools.partial(read, source, sums, BLOCK=block, REPEAT=repeat, num_warps=warps)])
-        for warps in (4, 8)
-    )
-    return READ_BYTES / (best * 1e-6)
 
 
 def measure(case: OpCase) -> tuple[float, float | None]:

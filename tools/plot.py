@@ -6,7 +6,7 @@
 
 Each input LABEL=FILE is a file of JSON lines; other lines and objects of other tools are ignored.
 
-speedup: tokens per second over those of mtp_step 0, against requests at a time. Reads rows of bench_step
+speedup: tokens per second over those of mtp_step 0, against requests at a time. Reads rows of `bench step`
     (--mtp-step 0,3: every depth except 0 is a line) or of bench_engine depth (fixed and auto, per text).
 acceptance: per draft index, the share of the rounds with such a draft that accepted it. Reads results of
     `compiled-mtp run --output`.

@@ -19,7 +19,7 @@ from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, wr
 from compiled_mtp.terminal.flags import Parser
 from compiled_mtp.terminal.signals import leaving
 
-# By command, the flags, each with its description and the values from which it chooses.
+# By command, the flags and the words that stand alone, each with its description and its values.
 Flags = Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]
 
 _BASH = """\
@@ -80,8 +80,8 @@ def read_flags() -> Flags:
             flag: (_first_sentence(action.help or ""), _values_of(action))
             for action in actions
             if action.help != argparse.SUPPRESS
-            for flag in action.option_strings
-            if flag.startswith("--")
+            for flag in action.option_strings or action.choices or ()
+            if flag.startswith("--") or not action.option_strings
         }
     return found
 
@@ -108,6 +108,11 @@ def for_fish(found: Flags) -> str:
         described = shlex.quote(_first_sentence(COMMANDS[command]))
         lines.append(f"complete -c compiled-mtp -n __fish_use_subcommand -x -a {command} -d {described}")
         for flag, (said, values) in flags.items():
+            if not flag.startswith("--"):
+                lines.append(
+                    f"complete -c compiled-mtp -n '__fish_seen_subcommand_from {command}' -x -a {flag}"
+                )
+                continue
             given = f" -x -a {shlex.quote(' '.join(values))}" if values else ""
             lines.append(
                 f"complete -c compiled-mtp -n '__fish_seen_subcommand_from {command}' -l {flag[2:]}{given} "

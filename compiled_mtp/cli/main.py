@@ -16,6 +16,7 @@ COMMANDS = {
     "inspect": "say what a checkpoint's files hold, how it runs here, and what memory its weights take",
     "quantize": "write a bfloat16 checkpoint as one in FP8",
     "rank-vocabulary": "rank ids by how often they occur in text, for --draft-vocab",
+    "bench": "measure a service under load, or a decode step on a GPU",
     "completion": "print what makes bash, zsh or fish complete commands and flags",
 }
 

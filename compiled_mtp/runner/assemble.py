@@ -63,11 +63,13 @@ def build(
     progress: Progress | None = None,
     fill: Fill | None = None,
     save_to: Path | None = None,
+    memory: MemoryPlan | None = None,
 ) -> Parts:
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
     Every rank calls it with the same arguments, except its own spec. progress, fill and save_to are as in
-    `Runner`. Raises ValueError for a checkpoint, a machine or a graph_cache that does not fit the config.
+    `Runner`. memory: the sizes of an earlier build, None to resolve them from what is free. Raises ValueError
+    for a checkpoint, a machine or a graph_cache that does not fit the config.
     """
     apply(spec)
     if spec.cache is not None:
@@ -83,18 +85,19 @@ def build(
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     free_bytes = _free_bytes(spec)
-    max_batch = resolve_max_batch(spec, free_bytes)
+    max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
     buckets = make_buckets(spec, target, max_batch)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
-    memory = resolve_memory(
-        spec,
-        free_bytes=free_bytes,
-        host_bytes=_host_bytes(spec),
-        draft_head_bytes=draft_head_bytes,
-        max_batch=max_batch,
-        most_rows=max(bucket.rows for bucket in buckets),
-    )
+    if memory is None:
+        memory = resolve_memory(
+            spec,
+            free_bytes=free_bytes,
+            host_bytes=_host_bytes(spec),
+            draft_head_bytes=draft_head_bytes,
+            max_batch=max_batch,
+            most_rows=max(bucket.rows for bucket in buckets),
+        )
     models = [target] if draft is None else [target, draft]
     weight_bytes = [sum(parameter.nbytes for parameter in model.parameters()) for model in models]
     recipe = describe_recipe(spec.weight_recipe, spec.weight_formats)

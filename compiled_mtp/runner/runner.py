@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from compiled_mtp.errors import check
 from compiled_mtp.ops.row_logprobs import RowLogprobs as DeviceRowLogprobs
-from compiled_mtp.plan import SPARE_SLOTS, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build, make_buckets
 from compiled_mtp.runner.cache_key import early_key, late_key
@@ -55,7 +56,7 @@ class Runner:
     ) -> None:
         self.spec = spec
         self.memory, self.step, self.programs, self.moves, self.later = build(spec, progress, fill, save_to)
-        self._progress = progress
+        self._progress, self._fill = progress, fill
         self.waited_s = 0.0
         # Plans whose launch has succeeded so far.
         self.num_launched = 0
@@ -131,20 +132,50 @@ class Runner:
         assert not self._launches
         self._enter_device()
         replace_weights(self.spec, self.step, update, self._progress)
-        max_batch = self.memory.num_state_rows - SPARE_SLOTS
         rule = "keep their rows' bits at the batch sizes of the engine's programs"
-        is_kept = make_buckets(self.spec, self.step.target, max_batch) == self.programs.buckets
+        is_kept = make_buckets(self.spec, self.step.target, self.memory.max_batch) == self.programs.buckets
         check(is_kept, "weights", rule, "products that this CPU packs otherwise", "make another engine")
 
     def replace_from(self, path: Path) -> None:
         """Check and replace the weights by those in `path`, which rank 0 has checked already."""
         self.replace_weights(self.check_update(path))
 
+    def sleep(self) -> None:
+        """Give back the memory of weights, caches and graphs; nothing can be launched until `wake_up`."""
+        Runner.close(self)
+        self.programs.drop()
+        self._free_buffers.clear()
+        self.later = None
+        del self.step, self.programs, self.moves
+        gc.collect()
+        if self.spec.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, path: Path | None) -> None:
+        """Build again what `sleep` gave back, of the same sizes, with the weights in `path`; None: those that
+        the engine began with.
+
+        Raises as `build` does; the runner then stays asleep.
+        """
+        config = self.spec.config if path is None else self.spec.config.model_copy(update={"model": path})
+        fill = self._fill if path is None else None
+        spec = replace(self.spec, config=config)
+        _, self.step, self.programs, self.moves, self.later = build(
+            spec, self._progress, fill, memory=self.memory
+        )
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` has given the memory back."""
+        return not hasattr(self, "step")
+
     def check(self) -> None:
         """Raise the error that has ended the runner between two calls, if any; callable from any thread."""
 
     def close(self) -> None:
         """Wait for the device and drop every launch; their results are lost."""
+        if self.is_asleep:
+            return
         self.drop_launches()
         if self.later is not None:
             self.later.close()

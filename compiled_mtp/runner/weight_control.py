@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Literal, TypeAlias
 
-from compiled_mtp.errors import check, quote
+from compiled_mtp.errors import EngineUnavailableError, check, quote
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.runner.runner import Runner
-from compiled_mtp.runner.weight_updates import WeightSource
+from compiled_mtp.runner.weight_updates import WeightSource, WeightUpdate
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.inbox import Inbox
 from compiled_mtp.scheduler.resources import ScheduledRequest
 from compiled_mtp.scheduler.turn import Turn
 
@@ -24,10 +26,14 @@ class WeightControl:
 
     runner: Runner
     scheduler: Scheduler
+    _inbox: Inbox
     _turn: Turn
     _interruption: str | None
     # Why no request can be served, None while the weights are whole.
     _unavailable: str | None = None
+    # The directory of the last weights, None for the config's; and whether tensors came after it.
+    _weights_path: Path | None = None
+    _has_given_weights = False
 
     def _tidy(self) -> None:
         raise NotImplementedError
@@ -56,6 +62,8 @@ class WeightControl:
         try:
             self._tidy()
             self._check_open()
+            asleep = self.runner.is_asleep
+            check(not asleep, "engine", "be awake for an update", "one that sleeps", "pass it to wake_up")
             update = self.runner.check_update(source)
             held = self.scheduler.hold_new()
             try:
@@ -63,13 +71,67 @@ class WeightControl:
                 self.runner.drop_launches()
                 self.scheduler.drop_prefixes()
                 self._unavailable = "an update of its weights has failed; call update_weights again"
-                self.runner.replace_weights(update)
+                self._replace(update)
                 self._unavailable = None
             finally:
                 # Without weights the next step ends them.
                 self.scheduler.release_new(held)
         finally:
             self._turn.leave()
+
+    def sleep(self, *, running: Running = "finish") -> None:
+        """Give the memory of weights, caches and graphs back until `wake_up`; the engine refuses requests.
+
+        Requests are decoded to their ends, those that wait too, or with `running` "abort" end with that
+        reason. Cached prefixes are dropped. An engine of several ranks cannot sleep: close it. Raises
+        ValueError for such an engine, for one that sleeps, and while another thread steps.
+        """
+        check(running in ("finish", "abort"), "running", "be finish or abort", quote(running), "choose one")
+        world = self.runner.spec.world
+        check(world == 1, "tensor_parallel", "be 1 for an engine that sleeps", world, "close the engine")
+        if not self._turn.take():
+            raise not_alone()
+        try:
+            self._tidy()
+            self._check_open()
+            self._check_weights()
+            self._inbox.hand_over()
+            self._settle((), running)
+            self.scheduler.drop_prefixes()
+            self._unavailable = "it sleeps; call wake_up"
+            self.runner.sleep()
+        finally:
+            self._turn.leave()
+
+    def wake_up(self, source: WeightSource | None = None) -> None:
+        """Take memory again and serve requests, with the sizes and the weights of before `sleep`.
+
+        source: other weights, as `update_weights` takes them. Weights come from the directory from which they
+        were last read: after an update of given tensors, a source must be given. Raises ValueError for an
+        engine that does not sleep, for weights that do not fit, and while another thread steps; the errors
+        of a start where memory is short. The engine then sleeps on, or refuses requests until an update.
+        """
+        if not self._turn.take():
+            raise not_alone()
+        try:
+            self._check_open()
+            asleep = self.runner.is_asleep
+            check(asleep, "engine", "sleep before it wakes", "one that is awake", "call sleep first")
+            has_source = source is not None or not self._has_given_weights
+            rule = "be given where the last weights were tensors"
+            check(has_source, "source", rule, source, "pass a directory or tensors")
+            self.runner.wake_up(self._weights_path)
+            self._unavailable = "its weights were not replaced; call update_weights again"
+            if source is not None:
+                self._replace(self.runner.check_update(source))
+            self._unavailable = None
+        finally:
+            self._turn.leave()
+
+    def _replace(self, update: WeightUpdate) -> None:
+        self.runner.replace_weights(update)
+        self._has_given_weights = update.path is None
+        self._weights_path = update.path or self._weights_path
 
     def _settle(self, held: Collection[ScheduledRequest], running: Running) -> None:
         """Decode, or end, every request that is not `held`, and read every launch."""
@@ -81,7 +143,9 @@ class WeightControl:
     def _check_weights(self) -> None:
         """Raise ValueError while the weights are of no use."""
         if self._unavailable is not None:
-            raise ValueError(f"engine must have its weights, got one without: {self._unavailable}")
+            raise EngineUnavailableError(
+                f"engine must have its weights, got one without: {self._unavailable}"
+            )
 
 
 def not_alone() -> ValueError:

@@ -45,6 +45,8 @@ def check_update(spec: EngineSpec, source: WeightSource) -> WeightUpdate:
 
     Raises ValueError that names what differs.
     """
+    lora, remedy = spec.config.lora, "make an engine of the merged model without lora"
+    check(lora is None, "lora", "be left out of an engine whose weights change", lora, remedy)
     if isinstance(source, tuple):
         weights, stream = given_weights(*source)
         _check_given(spec, weights)

@@ -32,6 +32,7 @@ from compiled_mtp.server.responses import ResponsesHandlers
 from compiled_mtp.server.responses_models import ResponsesBody
 from compiled_mtp.server.sse import ClientGoneError
 from compiled_mtp.server.static import add_page
+from compiled_mtp.server.weights import SleepBody, UpdateBody, WakeBody, WeightHandlers
 
 logger = logging.getLogger("compiled_mtp.server")
 
@@ -43,6 +44,11 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
     "/v1/responses": ResponsesBody,
+}
+_WEIGHT_BODIES: dict[str, type[BaseModel]] = {
+    "/update_weights": UpdateBody,
+    "/sleep": SleepBody,
+    "/wake_up": WakeBody,
 }
 _REFS = "#/components/schemas/{model}"
 
@@ -101,10 +107,17 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         "/v1/messages/count_tokens": anthropic.count_tokens,
         "/v1/responses": responses.create,
     }
+    if service.config.allow_weight_updates:
+        weights = WeightHandlers(service)
+        posts |= {
+            "/update_weights": weights.update,
+            "/sleep": weights.sleep,
+            "/wake_up": weights.wake_up,
+        }
     for path, handler in posts.items():
         extra = None
-        if path in _BODIES:
-            schema = {"$ref": _REFS.format(model=_BODIES[path].__name__)}
+        if (body := (_BODIES | _WEIGHT_BODIES).get(path)) is not None:
+            schema = {"$ref": _REFS.format(model=body.__name__)}
             content = {"application/json": {"schema": schema}}
             extra = {"requestBody": {"required": True, "content": content}}
         app.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=extra)
@@ -129,7 +142,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version="1", routes=app.routes)
         _, definitions = models_json_schema(
-            [(model, "validation") for model in _BODIES.values()], ref_template=_REFS
+            [(model, "validation") for model in (_BODIES | _WEIGHT_BODIES).values()], ref_template=_REFS
         )
         schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
         app.openapi_schema = schema

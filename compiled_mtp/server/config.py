@@ -42,6 +42,10 @@ class ServerConfig(BaseSettings):
     allow_anyone: bool = Field(
         default=False, description="serve without a key on an address that other machines reach"
     )
+    allow_weight_updates: bool = Field(
+        default=False,
+        description="serve /update_weights, /sleep and /wake_up to clients with a key, which must be set",
+    )
     allowed_hosts: _Names = Field(
         default=(),
         description="names under which clients may reach this server besides the loopback's, separated by "
@@ -179,6 +183,11 @@ class ServerConfig(BaseSettings):
         return frozenset(name.lower().strip("[]") for name in names)
 
     def _check_access(self) -> None:
+        if self.allow_weight_updates and not self.read_keys():
+            raise ValueError(
+                "allow_weight_updates must come with a key, got none; set "
+                f"{SERVER_ENV_PREFIX}API_KEY or api_key_file"
+            )
         if is_loopback(self.host):
             return
         needs_names = self.host in ("0.0.0.0", "::") and not self.allowed_hosts

@@ -7,6 +7,7 @@ import re
 from typing import Any, Literal
 
 from compiled_mtp.async_engine import EngineStoppedError, QueueFullError
+from compiled_mtp.errors import EngineUnavailableError
 
 Api = Literal["openai", "anthropic"]
 
@@ -72,6 +73,8 @@ def refusal(error: Exception) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
+    if isinstance(error, EngineUnavailableError):
+        return ApiError(503, str(error), code="engine_unavailable", retry_after_s=5)
     if isinstance(error, EngineStoppedError):
         return ApiError(503, str(error), code=error.code, retry_after_s=5)
     if isinstance(error, ValueError):

@@ -87,6 +87,7 @@ class ResponseBuilder:
         self._token_ids: list[int] = []
         self._num_events = 0
         self._status = "in_progress"
+        self._completed_at: int | None = None
         self.id = f"resp_{uuid.uuid4().hex}"
         self.is_stored = body.store is not False
         # The items' fields of functions in namespaces, by the names that the model sees.
@@ -113,7 +114,7 @@ class ResponseBuilder:
         for delta in self._parser.add(output.new_text, reason is not None):
             self._add(delta, events)
         if reason is not None:
-            self._status = _STATUS[reason]
+            self._status, self._completed_at = _STATUS[reason], int(time.time())
             self._close(self._status, events)
         return events
 
@@ -138,15 +139,14 @@ class ResponseBuilder:
     def whole(self, status: str | None = None) -> dict[str, Any]:
         """Return the answer's object, with `status` or else its own."""
         status = status or self._status
-        is_ended = status in ("completed", "incomplete")
         return self._head | {
             "id": self.id,
             "status": status,
-            "completed_at": int(time.time()) if is_ended else None,
+            "completed_at": self._completed_at,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self._items) if status != "in_progress" else [],
             "store": self.is_stored,
-            "usage": self._usage_fields() if is_ended else None,
+            "usage": None if self._completed_at is None else self._usage_fields(),
         }
 
     def message(self) -> dict[str, Any]:

@@ -53,8 +53,7 @@ class ResponseStore:
         """Keep an answer; return False if its conversation is larger than the store."""
         num_bytes = len(json.dumps([response, messages]))
         self.num_bytes += num_bytes
-        if previous is not None:
-            previous.num_holders += 1
+        self._hold(previous)
         self._found[response["id"]] = StoredResponse(response, messages, previous, num_bytes)
         while self.num_bytes > self._max_bytes and self._found:
             self._release(self._found.popitem(last=False)[1])
@@ -73,6 +72,15 @@ class ResponseStore:
         if stored is not None:
             self._release(stored)
         return stored is not None
+
+    def _hold(self, stored: StoredResponse | None) -> None:
+        while stored is not None:
+            stored.num_holders += 1
+            if stored.num_holders > 1:
+                return
+            # It left while the answer that continues it was decoded.
+            self.num_bytes += stored.num_bytes
+            stored = stored.previous
 
     def _release(self, stored: StoredResponse | None) -> None:
         while stored is not None:

@@ -157,7 +157,7 @@ class Progress:
 def start_engine(
     config: EngineConfig, frontend: RequestProcessor | None = None, save_to: Path | None = None
 ) -> Engine:
-    """Return the engine of `config`; show its progress, the CPU threads and the recipe of FP8 weights.
+    """Return the engine of `config`; show progress, CPU threads, the recipe of FP8 weights, and the adapter.
 
     `frontend` and `save_to` are arguments of `Engine`. Raises ValueError, also if the processes that torchrun
     started are not as many as the ranks.
@@ -165,6 +165,7 @@ def start_engine(
     Torchrun().check_ranks(config.tensor_parallel)
     with leaving():
         from compiled_mtp.engine import Engine
+        from compiled_mtp.models.lora import read_adapter
 
     progress = Progress()
     try:
@@ -175,4 +176,6 @@ def start_engine(
         say(f"CPU threads: {engine.num_threads} of {os.cpu_count()} cores (num_threads)")
     if engine.weight_recipe is not None:
         say(f"FP8 weights: {engine.weight_recipe} (weight_recipe)")
+    if config.lora is not None:
+        say(f"LoRA adapter: {read_adapter(config.lora).describe()}")
     return engine

@@ -29,7 +29,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("serve", "--log-format", "t"), {"text"}),
         (("run", "--no-pre"), {"--no-prefix-cache"}),
         (("chat", "--dtype", "b"), {"bfloat16"}),
-        (("completion", ""), {"--help", "--version"}),
+        (("completion", ""), {"--help", "--version", "bash", "zsh", "fish"}),
+        (("bench", "s"), {"serving", "step"}),
         # No words: bash itself completes file names.
         (("run", "--prompt-file", "x"), set()),
         (("none", "--lo"), set()),

@@ -78,7 +78,7 @@ def test_a_first_run(script: Path, tmp_path: Path) -> None:
         ),
         (
             ["run", "--prompt", "x", "--model", "No/Such", "--offline"],
-            "model must be a directory, or whole in",
+            "model must be a directory, or complete in",
         ),
         (
             ["run", "--prompt", "x", "--mtpstep", "3"],

@@ -186,7 +186,7 @@ def test_every_reason_is_needed() -> None:
 
 def test_a_new_command_is_noticed() -> None:
     with pytest.raises(AssertionError, match="is neither run nor listed"):
-        run_line(["python", "tools/bench_step.py"])
+        run_line(["python", "tools/bench_op.py"])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

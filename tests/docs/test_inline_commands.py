@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from compiled_mtp.cli.bench import BENCHMARKS
 from compiled_mtp.cli.main import COMMANDS
 from compiled_mtp.config import EngineConfig
 from tests.docs.error_texts import ROOT
@@ -41,8 +42,10 @@ def commands_of(page: Path) -> Iterator[list[str]]:
 
 @cache
 def flags_of(command: str) -> frozenset[str]:
-    """Return the flags of one of our commands."""
-    module = "server.serve" if command == "serve" else f"cli.{command.replace('-', '_')}"
+    """Return the flags of one of our commands; `bench step` and `bench serving` have their own."""
+    modules = {f"bench {name}": f"benchmarks.{module}" for name, module in BENCHMARKS.items()}
+    modules["serve"] = "server.serve"
+    module = modules.get(command, f"cli.{command.replace('-', '_')}")
     parser = importlib.import_module(f"compiled_mtp.{module}").make_parser()
     return frozenset(parser._option_string_actions)
 
@@ -61,7 +64,10 @@ def unknown_names(words: list[str]) -> list[str]:
     if words[0] == "compiled-mtp":
         if words[1] not in COMMANDS:
             return [] if words[1].isupper() else [words[1]]
-        return [flag for flag in flags if flag not in flags_of(words[1])]
+        command = " ".join(words[1:3]) if words[1] == "bench" else words[1]
+        if words[1] == "bench" and words[2] not in BENCHMARKS:
+            return [words[2]]
+        return [flag for flag in flags if flag not in flags_of(command)]
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return [word for word in words[1:2] if word not in targets]
@@ -87,6 +93,8 @@ def test_there_are_such_commands_and_wrong_ones_are_noticed() -> None:
     assert unknown_names(["compiled-mtp", "run", "--no-such-flag"]) == ["--no-such-flag"]
     assert unknown_names(["compiled-mtp", "walk"]) == ["walk"]
     assert unknown_names(["make", "coffee"]) == ["coffee"]
-    assert unknown_names(["tools/bench_step.py", "--no-such-flag"]) == ["--no-such-flag"]
+    assert unknown_names(["compiled-mtp", "bench", "step", "--no-such-flag"]) == ["--no-such-flag"]
+    assert unknown_names(["compiled-mtp", "bench", "walk"]) == ["walk"]
+    assert unknown_names(["tools/bench_op.py", "--no-such-flag"]) == ["--no-such-flag"]
     assert unknown_names(["tools/no_such_tool.py"]) == ["tools/no_such_tool.py"]
     assert unknown_names(["pip", "install", ".[no-such-extra]"]) == ["no-such-extra"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 import torch
 
+from compiled_mtp.benchmarks.released_shapes import LAYERS, model_config
 from compiled_mtp.cli import chat, run
 from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.models.weights import count_weights, read_formats
@@ -32,9 +32,6 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def test_the_memory_of_each_shape_is_what_the_loader_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from released_shapes import LAYERS, model_config
-
     # As on a GPU that reads every format.
     for name in ("reads_int4", "reads_blocks"):
         monkeypatch.setattr(f"compiled_mtp.models.weight_format.{name}", lambda device: True)
@@ -54,7 +51,6 @@ def test_the_memory_of_each_shape_is_what_the_loader_counts(monkeypatch: pytest.
         heads = model.num_gdn_layers * model.linear_num_value_heads
         state = heads * model.linear_key_head_dim * model.linear_value_head_dim * 4
         assert cells[5] == f"{state / 2**20:.0f}"
-    sys.modules.pop("released_shapes")
 
 
 def test_the_flags_of_other_engines_lead_to_flags_that_exist() -> None:

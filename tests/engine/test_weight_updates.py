@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,75 @@ def test_tensors_that_are_not_the_manifests_are_named(paths: list[Path], mistake
         engine.update_weights((manifest, iter(every)))
     with pytest.raises(ValueError, match="engine must have its weights"):
         engine.add_request(prompt_token_ids=[1])
+
+
+def test_sleep_gives_the_memory_back(paths: list[Path], expected: list[list[int]]) -> None:
+    engine = make_engine(paths[0])
+    step = weakref.ref(engine.runner.step)
+    engine.add_request(prompt_token_ids=PROMPTS[1], params=LONG, request_id="a")
+    engine.sleep()
+    assert step() is None
+    outputs: dict[str, list[RequestOutput]] = {}
+    collect(engine, outputs)
+    assert tokens_of(outputs["a"]) == expected[0]
+    for call, text in (
+        (lambda: engine.add_request(prompt_token_ids=[1]), "got one without: it sleeps; call wake_up"),
+        (engine.sleep, "got one without: it sleeps; call wake_up"),
+        (lambda: engine.update_weights(paths[1]), "engine must be awake for an update, got one that sleeps"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    assert engine.step() == []
+    assert engine.stats().blocks_used == 0
+    engine.wake_up()
+    with pytest.raises(ValueError, match="engine must sleep before it wakes, got one that is awake"):
+        engine.wake_up()
+    assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[0]
+    engine.scheduler.check_integrity()
+    asleep = make_engine(paths[0])
+    asleep.sleep()
+    asleep.close()
+
+
+def test_an_engine_wakes_with_its_last_weights(paths: list[Path], expected: list[list[int]]) -> None:
+    engine = make_engine(paths[0], scoring=True)
+
+    def tokens() -> list[int]:
+        return engine.generate([PROMPTS[1]], LONG)[0].new_token_ids
+
+    engine.update_weights(paths[1])
+    engine.sleep(running="abort")
+    engine.wake_up()
+    assert tokens() == expected[1]
+    engine.sleep()
+    engine.wake_up(given(paths[0]))
+    assert tokens() == expected[0]
+    engine.sleep()
+    with pytest.raises(
+        ValueError, match="source must be given where the last weights were tensors, got None"
+    ):
+        engine.wake_up()
+    engine.wake_up(paths[0])
+    assert tokens() == expected[0]
+    engine.sleep()
+    with pytest.raises(ValueError, match="nowhere"):
+        engine.wake_up(paths[0] / "nowhere")
+    engine.update_weights(paths[1])
+    assert tokens() == expected[1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_fifty_sleeps_leave_nothing_behind(paths: list[Path], expected: list[list[int]]) -> None:
+    engine = make_engine(paths[0])
+    sizes = []
+    for turn in range(50):
+        engine.sleep()
+        gc.collect()
+        sizes.append(sum(one.numel() for one in gc.get_objects() if type(one) is torch.Tensor))
+        engine.wake_up(paths[turn % 2])
+        assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[turn % 2]
+    assert max(sizes[10:]) <= max(sizes[:10])
 
 
 def check_traffic(paths: list[Path], expected: list[list[int]], count: int) -> None:

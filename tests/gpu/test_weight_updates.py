@@ -52,3 +52,23 @@ def test_a_new_engine_gives_the_same_tokens(kind: str, compile: str, tmp_path: P
         allocated.append(torch.cuda.memory_allocated())
     assert max(allocated[2:]) <= max(allocated[:2])
     engine.close()
+
+
+@pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])
+def test_sleep_gives_the_memory_back_to_the_driver(graph_mode: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_5", hidden_size=1024, intermediate_size=8192, num_layers=8)
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    settings: dict[str, Any] = {"device": "cuda", "block_size": 64, "prefill_chunk": 128}
+    engine = make_engine(tmp_path, compile="on", graph_mode=graph_mode, memory_utilization=0.2, **settings)
+    prompts = [prompt_of(length, length, 500) for length in (3, 70, 140)]
+    expected = [one.new_token_ids for one in engine.generate(prompts, PARAMS)]
+    for _ in range(3):
+        awake, _ = torch.cuda.mem_get_info()
+        engine.sleep()
+        asleep, _ = torch.cuda.mem_get_info()
+        # The context, compiled kernels and a few counters stay.
+        assert before - asleep < 0.1 * (before - awake) + (256 << 20)
+        engine.wake_up()
+        assert [one.new_token_ids for one in engine.generate(prompts, PARAMS)] == expected
+    engine.close()

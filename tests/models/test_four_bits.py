@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.benchmarks.released_shapes import fill_random
 from compiled_mtp.cli.inspect import describe_run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models import weight_format
@@ -215,14 +215,12 @@ def test_a_mixture_of_codes_computes_that_of_their_values(tmp_path: Path, is_sha
     assert (sums[0] - sums[1]).norm() / sums[1].norm() < 1e-2
 
 
-def test_made_up_experts_are_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_up_experts_are_codes(tmp_path: Path) -> None:
     """Weights that no checkpoint fills, as a benchmark has them."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
-    tool = importlib.import_module("released_shapes")
     config = replace(read_model_config(write_checkpoint(tmp_path, **EXPERTS)), four_bit_group=64)
     formats = read_formats(config, None, CPU, None)
     parameters = allocate(config, True, torch.bfloat16, formats)
-    tool.fill_random(parameters)
+    fill_random(parameters)
     for layer in LAYERS:
         values = values_of(parameters, f"{layer}.ffn.gate_up").float()
         assert values.shape == (5, 256, 256)

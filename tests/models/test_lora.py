@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_mtp.cli import run
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.models.hf_config import read_model_config
@@ -205,6 +206,28 @@ def test_an_engine_decodes_the_merged_model(tmp_path: Path, caplog: pytest.LogCa
     count = len(pairs_of(adapter)) // 2
     said = f"LoRA adapter {adapter}, merged into {count} weights, the MTP head stays the base model's"
     assert said in caplog.text
+
+
+def test_weights_under_an_adapter_are_not_replaced(tmp_path: Path) -> None:
+    """New weights would lose it without a word."""
+    base = write_checkpoint(tmp_path / "base", tokenizer=True)
+    adapter = write_adapter(tmp_path / "lora", base, targets=re.compile("q_proj"))
+    with Engine(EngineConfig(model=base, lora=adapter, **SMALL)) as engine:
+        with pytest.raises(ValueError, match="lora must be left out of an engine whose weights change, got"):
+            engine.update_weights(base)
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert engine.generate([prompt_of(5, 3, 300)], params)[0].finish_reason == "length"
+
+
+def test_the_command_line_says_what_an_adapter_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write_checkpoint(tmp_path / "base", tokenizer=True)
+    adapter = write_adapter(tmp_path / "lora", base, targets=re.compile("q_proj"))
+    flags = ["--device=cpu", "--max-model-len=64", "--max-tokens=2", f"--lora={adapter}"]
+    assert run.main([f"--model={base}", "--prompt=def", *flags]) == 0
+    line = f"LoRA adapter: {adapter}, merged into 1 weights, the MTP head stays the base model's"
+    assert line in capsys.readouterr().err.splitlines()
 
 
 def test_an_adapter_of_the_head_says_so(tmp_path: Path) -> None:

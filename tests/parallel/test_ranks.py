@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
+from compiled_mtp.benchmarks.released_shapes import fill_random
 from compiled_mtp.communicators import gloo
 from compiled_mtp.communicators.communicator import CommunicatorError
 from compiled_mtp.config import EngineConfig
@@ -36,7 +36,6 @@ from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.communicators.threads import thread_communicators
 from tests.engines import prompt_of
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 # What is due after a rank is lost.
 MOST_S = 10.0
 PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
@@ -195,12 +194,9 @@ def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path
     alone.end()
 
 
-def test_weights_may_be_made_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_may_be_made_up(directory: Path) -> None:
     """As benchmarks do: by a function that ranks import, each for what it holds."""
-    monkeypatch.setenv("PYTHONPATH", str(TOOLS))
-    monkeypatch.syspath_prepend(TOOLS)
-    fill = importlib.import_module("bench_step").fill_random
-    with Engine(config_of(directory), fill=fill) as engine:
+    with Engine(config_of(directory), fill=fill_random) as engine:
         (output,) = engine.generate([prompt_of(5, 2, 300)], PARAMS)
     assert len(output.new_token_ids) == PARAMS.max_tokens
 

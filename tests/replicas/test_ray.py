@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from compiled_mtp.benchmarks import service_load as tool
 from compiled_mtp.request import SamplingParams
-from tests.tools.test_bench_serving import tool
 
 pytestmark = [pytest.mark.replicas, pytest.mark.timeout(900)]
 

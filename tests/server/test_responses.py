@@ -205,6 +205,22 @@ def test_the_store_is_bounded() -> None:
     assert (store.num_bytes, store.find("d")) == (0, None)
 
 
+def test_an_answer_that_left_meanwhile_counts_with_the_one_that_continues_it() -> None:
+    store = ResponseStore(1000)
+    store.add({"id": "a"}, ["x" * 300], None)  # type: ignore[list-item]
+    first, alone = store.find("a"), store.num_bytes
+    store.add({"id": "b"}, ["x" * 300], first)  # type: ignore[list-item]
+    second, both = store.find("b"), store.num_bytes
+    store.remove("a")
+    store.remove("b")
+    assert store.num_bytes == 0
+    # A request that has found `b` before ends only now.
+    store.add({"id": "c"}, ["x" * 300], second)  # type: ignore[list-item]
+    assert store.num_bytes == both + alone
+    store.remove("c")
+    assert store.num_bytes == 0
+
+
 def test_structured_output_and_lengths(served: Any) -> None:
     server, engine = served
     client = client_of(server)

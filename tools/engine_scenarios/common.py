@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from released_shapes import LAYERS, fill_random, model_config
 from synthetic_tokenizer import write_tokenizer
 
+from compiled_mtp.benchmarks.released_shapes import LAYERS, fill_random, model_config
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.checkpoint import open_frontend

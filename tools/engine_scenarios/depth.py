@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from released_shapes import rate_for
 
+from compiled_mtp.benchmarks.released_shapes import rate_for
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.models.hf_config import read_model_config

@@ -36,8 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from released_shapes import rate_for
-
+from compiled_mtp.benchmarks.released_shapes import rate_for
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.benchmarks.released_shapes import SHAPES as SHAPES
+from compiled_mtp.benchmarks.released_shapes import ModelShape as ModelShape
+
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 INT16, INT32, INT64 = torch.int16, torch.int32, torch.int64
 FP8_CAPABILITY = 89  # ops.fp8.converts_fp8
@@ -25,37 +28,6 @@ PREFILL_ROWS = 2048
 SLOTS = 9
 BLOCK_SIZE, MAX_BLOCKS = 64, 128
 EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The dimensions of one published checkpoint, from which the operators' cases are made."""
-
-    name: str
-    hidden: int
-    linear_key_heads: int
-    linear_value_heads: int
-    query_heads: int
-    kv_heads: int
-    intermediate: int  # 0 for a mixture of experts
-    experts: int = 0
-    top_k: int = 0
-    expert_intermediate: int = 0
-    head_dim: int = 256
-    linear_head_dim: int = 128
-    vocab: int = 248320
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        ModelShape("0.8b", 1024, 16, 16, 8, 2, 3584),
-        ModelShape("4b", 2560, 16, 32, 16, 4, 9216),
-        ModelShape("9b", 4096, 16, 32, 16, 4, 12288),
-        ModelShape("27b", 5120, 16, 48, 24, 4, 17408),
-        ModelShape("35b-a3b", 2048, 16, 32, 16, 2, 0, experts=256, top_k=8, expert_intermediate=512),
-    )
-}
 
 
 @dataclass(frozen=True)

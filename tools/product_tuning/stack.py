@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 import torch
-from bench_op import time_us
 from op_cases.linear import multiply
-from released_shapes import fill_random, model_config
 
+from compiled_mtp.benchmarks.bandwidth import time_us
+from compiled_mtp.benchmarks.released_shapes import fill_random, model_config
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.models.layers import Linear

@@ -1,8 +1,7 @@
-"""Where a step's time goes, as bench_step reports it, and the saved rows beside it."""
+"""Where a step's time goes, as `compiled-mtp bench step` reports it, and the saved rows beside it."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.benchmarks import step_time as tool
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine
-
-TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def event(name: str, start: float, end: float, device: str = "DeviceType.CUDA") -> Any:
@@ -28,8 +26,6 @@ def event(name: str, start: float, end: float, device: str = "DeviceType.CUDA") 
 def test_a_kernel_that_waits_for_another_counts_from_its_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("bench_step")
     events = [
         event("launch", 0.0, 90.0, "DeviceType.CPU"),
         event("product", 10.0, 30.0),
@@ -47,8 +43,6 @@ def test_a_kernel_that_waits_for_another_counts_from_its_end(
 
 
 def test_all_is_timed_before_a_profiler_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("bench_step")
     done: list[str] = []
 
     def start_loop(runner: Any, batch: int, context: int) -> Any:
@@ -81,8 +75,6 @@ def test_all_is_timed_before_a_profiler_is_attached(monkeypatch: pytest.MonkeyPa
 def test_every_expert_has_the_numbers_of_the_first(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("bench_step")
     roll = torch.Tensor.roll
 
     def roll_of_a_gpu(self: torch.Tensor, *arguments: int) -> torch.Tensor:
@@ -99,8 +91,6 @@ def test_every_expert_has_the_numbers_of_the_first(
 
 
 def test_the_floor_counts_what_drafts_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("bench_step")
 
     def plan(*given: Any, **named: Any) -> DraftPlan:
         # As on a GPU.
@@ -142,14 +132,13 @@ class Profile:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """bench_step with a profiler that sees a step of two GPUs, whatever runs."""
-    monkeypatch.syspath_prepend(str(TOOLS))
+    """The benchmark with a profiler that sees a step of two GPUs, whatever runs."""
     names = ("product", "gather_kernel", "void at::native::vectorized_gather_kernel<16>(char*)", "sum_kernel")
     names += ("ncclDevKernel_AllGather", "product")
     events = [event(name, 1e3 * index, 1e3 * (index + 1)) for index, name in enumerate(names)]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile(events))
-    return importlib.import_module("bench_step")
+    return tool
 
 
 def test_as_many_requests_are_traced_as_were_timed(traced: Any) -> None:

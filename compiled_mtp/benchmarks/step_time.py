@@ -1,8 +1,8 @@
 """Time the whole draft-and-verify step of a released shape, in units of the time its bytes need.
 
-    python tools/bench_step.py --shape 4b --mtp-step 0,3 --batch 1,8,32
-    python tools/bench_step.py --shape 27b --mtp-step 3 --batch 1 --context 131072 --graph-mode uncompiled
-    python tools/bench_step.py --shape 27b --mtp-step 3 --batch 1,32 --tensor-parallel 2
+    compiled-mtp bench step --shape 4b --mtp-step 0,3 --batch 1,8,32
+    compiled-mtp bench step --shape 27b --mtp-step 3 --batch 1 --context 131072 --graph-mode uncompiled
+    compiled-mtp bench step --shape 27b --mtp-step 3 --batch 1,32 --tensor-parallel 2
 
 Random weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line per row:
 milliseconds per step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -43,14 +42,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from bench_op import read_bandwidth
-from released_shapes import LAYERS, fill_random, model_config, rate_for
-from step_floor import floor_bytes
 
 from compiled_mtp import __version__
+from compiled_mtp.benchmarks.bandwidth import read_bandwidth
+from compiled_mtp.benchmarks.released_shapes import LAYERS, fill_random, model_config, rate_for
+from compiled_mtp.benchmarks.step_floor import floor_bytes
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.layers import Linear
@@ -65,6 +62,7 @@ from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.terminal.flags import Parser
 
 WARM_UP_STEPS, TIMED_STEPS, TRACED_STEPS = 20, 80, 4
 COMMUNICATOR_KERNELS = ("gather_kernel", "sum_kernel")
@@ -73,6 +71,11 @@ CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "cont
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
 
 Row = Mapping[str, Any]
+# Not `-m`: with this package's own path, the process imports the same package even if it is not installed.
+_CODE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    "from compiled_mtp.benchmarks.step_time import main; sys.exit(main())"
+)
 
 
 @dataclass
@@ -368,9 +371,12 @@ def describe_beside(beside: Mapping[str, Sequence[float]], step_ms: float) -> st
     return ", ".join(texts)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def make_parser() -> Parser:
+    """Return the flags."""
+    parser = Parser(
+        prog="compiled-mtp bench step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", required=True, choices=sorted(LAYERS))
     parser.add_argument("--mtp-step", default="0,3", help="depths, separated by commas")
@@ -417,17 +423,19 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the rows; return 0, 1 if a case failed, 2 for a wrong flag and too few GPUs."""
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         saved = read_rows(arguments.beside) if arguments.beside else []
     except (OSError, ValueError) as error:
-        parser.exit(2, f"bench_step: --beside: {error}\n")
-    if torch.cuda.device_count() < arguments.tensor_parallel:
-        needed, found = arguments.tensor_parallel, torch.cuda.device_count()
-        parser.exit(
-            2, f"bench_step needs {needed} CUDA devices, torch finds {found}; lower --tensor-parallel\n"
+        parser.error(str(error))
+    needed, found = arguments.tensor_parallel, torch.cuda.device_count()
+    if found < needed:
+        parser.error(
+            f"tensor_parallel must be at most the {found} CUDA devices that torch finds, got {needed}"
         )
     batches = sorted(int(batch) for batch in arguments.batch.split(","))
     cases = [
@@ -437,13 +445,13 @@ def main() -> None:
     ]
     if len(cases) == 1:
         run(arguments, batches, *cases[0], saved)
-        return
+        return 0
     for depth, mode in cases:
         # Each case has its own process: one that was traced would slow down the next.
-        given = [*sys.argv[1:], "--mtp-step", str(depth), "--graph-mode", mode]
-        status = subprocess.run([sys.executable, __file__, *given]).returncode
-        if status:
-            sys.exit(status)
+        given = [*words, "--mtp-step", str(depth), "--graph-mode", mode]
+        if subprocess.run([sys.executable, "-c", _CODE, *given]).returncode:
+            return 1
+    return 0
 
 
 def config_of(
@@ -482,9 +490,6 @@ def run(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
 ) -> None:
     """Time one depth and graph mode on one GPU, and on several."""
-    # Here the other ranks find the module with `fill_random`.
-    paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     bandwidth = read_bandwidth()
     print(f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     of_one: dict[int, float] = {}
@@ -556,7 +561,3 @@ def print_row(row: Row, saved: Sequence[Row]) -> None:
     if beside:
         print(f"  beside: {describe_beside(beside, row['step_ms'])}")
     print(json.dumps({**row, "beside": beside}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

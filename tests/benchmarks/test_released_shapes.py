@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
+from compiled_mtp.benchmarks import released_shapes as tool
 from compiled_mtp.models import weight_format
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.scaled_codes import made_up_coded_formats
@@ -16,7 +16,6 @@ from compiled_mtp.models.weights import count_parameters, read_formats
 from compiled_mtp.ops.blocks import KINDS, values
 from tests.checkpoints import allocate
 
-TOOL = "released_shapes"
 CPU = torch.device("cpu")
 
 
@@ -25,7 +24,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_format, "reads_blocks", lambda device: True)
 
 
-def test_a_27b_in_q4_k_m_fits_into_24_gb(tool: Any) -> None:
+def test_a_27b_in_q4_k_m_fits_into_24_gb() -> None:
     config = tool.model_config("27b", scaled_codes="Q4_K_M")
     formats = read_formats(config, None, CPU, None)
     names = {part.name for form in formats.values() for part in form.parts}
@@ -36,7 +35,7 @@ def test_a_27b_in_q4_k_m_fits_into_24_gb(tool: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "Q4_K_M"])
-def test_random_codes_have_finite_values(tool: Any, kind: str) -> None:
+def test_random_codes_have_finite_values(kind: str) -> None:
     whole = tool.model_config("0.8b", scaled_codes=kind)
     config = replace(
         whole, num_layers=2, is_full_attention=(False, True), vocab_size=256, intermediate_size=512

@@ -1,9 +1,9 @@
 """Load on any OpenAI endpoint: latencies, goodput, acceptance; ends in one line of JSON.
 
-    python tools/bench_serving.py --url http://127.0.0.1:8000 --concurrency 8 --num-requests 64
-    python tools/bench_serving.py --rate 4 --ttft-slo-ms 200 --itl-slo-ms 30
-    python tools/bench_serving.py --sweep 1,2,4,8,16
-    python tools/bench_serving.py --exact-match qa.jsonl --against http://127.0.0.1:8001
+    compiled-mtp bench serving --url http://127.0.0.1:8000 --concurrency 8 --num-requests 64
+    compiled-mtp bench serving --rate 4 --ttft-slo-ms 200 --itl-slo-ms 30
+    compiled-mtp bench serving --sweep 1,2,4,8,16
+    compiled-mtp bench serving --exact-match qa.jsonl --against http://127.0.0.1:8001
 
 Prompts come from a file: .jsonl with a prompt or messages per line, else one prompt. The exact-match run asks
 the questions of {"prompt": ..., "answer": ...} at temperature 0 of two servers (of mtp_step 3 and 0), counts
@@ -26,7 +26,17 @@ from typing import Any
 
 import httpx
 
-PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.jsonl"
+from compiled_mtp.terminal.flags import Parser
+
+# Where no file of prompts is given: beginnings of Python source, which every model continues.
+PROMPTS = (
+    'def count_lines(path):\n    """Return the number of lines in the file at *path*."""\n',
+    'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n',
+    'def read_config(filename, defaults=None):\n    """Parse a configuration file."""\n',
+    "import socket\nimport threading\n\n\nclass EchoServer(threading.Thread):\n",
+    "import unittest\n\n\nclass OrderedDictTest(unittest.TestCase):\n    def setUp(self):\n",
+    'def merge(one, other):\n    """Merge two sorted lists."""\n',
+)
 PERCENTILES = (50, 90, 99)
 
 
@@ -51,8 +61,13 @@ class Sample:
         return (self.total_s - self.first_s) / max(1, self.output_tokens - 1)
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Return the prompt file's objects, each with `prompt` or `messages` and any other fields."""
+def read_prompts(path: Path | None) -> list[dict[str, Any]]:
+    """Return the prompt file's objects, each with `prompt` or `messages` and any other fields.
+
+    None: those of PROMPTS. Raises ValueError for a line without either.
+    """
+    if path is None:
+        return [{"prompt": text} for text in PROMPTS]
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [{"prompt": text}]
@@ -241,13 +256,17 @@ def levels(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the flags."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser = Parser(
+        prog="compiled-mtp bench serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address, without /v1")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompt file")
+    parser.add_argument("--prompts", type=Path, help="prompt file; default: beginnings of Python source")
     parser.add_argument("--num-requests", type=count, default=32)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=count, default=8, help="requests at a time")
@@ -297,9 +316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     flags = parser.parse_args(argv)
     if flags.rate is not None and not 0 < flags.rate < float("inf"):
-        parser.error(f"--rate must be a number above 0, got {flags.rate}")
+        parser.error(f"rate must be a number above 0, got {flags.rate}; give requests per second")
     if flags.against is not None and flags.exact_match is None:
-        parser.error("--against must come with --exact-match; a load goes to one server")
+        parser.error("against must come with exact_match, got it alone; a load goes to one server")
     try:
         found = asyncio.run(run(flags))
     except (ValueError, OSError, KeyError, httpx.HTTPError) as error:
@@ -308,7 +327,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(found))
     failed = any(point["failed"] for point in found.get("sweep", [found]) if "failed" in point)
     return int(failed or bool(found.get("different")))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

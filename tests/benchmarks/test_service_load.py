@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from compiled_mtp.benchmarks import service_load as tool
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
-
-FILE = Path(__file__).parents[2] / "tools" / "bench_serving.py"
-spec = importlib.util.spec_from_file_location("bench_serving", FILE)
-assert spec is not None
-assert spec.loader is not None
-tool: Any = importlib.util.module_from_spec(spec)
-sys.modules["bench_serving"] = tool
-spec.loader.exec_module(tool)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +80,9 @@ def test_exact_match(server: Running, capsys: pytest.CaptureFixture[str], tmp_pa
     [
         (("--concurrency", "0"), "argument --concurrency: must be an integer from 1 on, got '0'"),
         (("--sweep", "2,0"), "argument --sweep: must be an integer from 1 on, got '0'"),
-        (("--rate", "-1"), "--rate must be a number above 0, got -1.0"),
+        (("--rate", "-1"), "rate must be a number above 0, got -1.0"),
         (("--num-requests", "0"), "argument --num-requests: must be an integer from 1 on, got '0'"),
-        (("--against", "http://x"), "--against must come with --exact-match"),
+        (("--against", "http://x"), "against must come with exact_match"),
     ],
 )
 def test_flags_of_a_run_that_would_not_end_or_measure(

@@ -6,13 +6,43 @@ A separate module, because the other ranks of a benchmark import `fill_random` b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from op_cases import SHAPES
 
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.ops.int4 import pack_groups
 
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The dimensions of one published checkpoint, from which the operators' cases are made."""
+
+    name: str
+    hidden: int
+    linear_key_heads: int
+    linear_value_heads: int
+    query_heads: int
+    kv_heads: int
+    intermediate: int  # 0 for a mixture of experts
+    experts: int = 0
+    top_k: int = 0
+    expert_intermediate: int = 0
+    head_dim: int = 256
+    linear_head_dim: int = 128
+    vocab: int = 248320
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ModelShape("0.8b", 1024, 16, 16, 8, 2, 3584),
+        ModelShape("4b", 2560, 16, 32, 16, 4, 9216),
+        ModelShape("9b", 4096, 16, 32, 16, 4, 12288),
+        ModelShape("27b", 5120, 16, 48, 24, 4, 17408),
+        ModelShape("35b-a3b", 2048, 16, 32, 16, 2, 0, experts=256, top_k=8, expert_intermediate=512),
+    )
+}
 LAYERS = {"0.8b": 24, "4b": 32, "9b": 32, "27b": 64, "35b-a3b": 40}
 TIED = {"0.8b", "4b"}
 FP8_SIZE = 40.0
