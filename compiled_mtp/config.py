@@ -309,8 +309,8 @@ class EngineConfig(BaseSettings):
     lookup: Literal["auto", "off"] = Field(
         default="off",
         description="auto to take drafts from the request's own text too, where its last tokens stood "
-        "before: for edits, quotes and agents; up to 15 of them with max_batch up to 8; no token depends on "
-        "it",
+        "before: for edits, quotes and agents; up to 15 of them, unless max_batch is given above 8; no token "
+        "depends on it",
         json_schema_extra=NOT_TRACED,
     )
     draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
