@@ -325,8 +325,8 @@ class EngineConfig(BaseSettings):
     lookup: Literal["auto", "off"] = Field(
         default="off",
         description="auto to take drafts from the request's own text too, where its last tokens stood "
-        "before: for edits, quotes and agents; up to 15 of them with max_batch up to 8; no token depends on "
-        "it",
+        "before: for edits, quotes and agents; up to 15 of them, unless max_batch is given above 8; no token "
+        "depends on it",
         json_schema_extra=NOT_TRACED,
     )
     draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
@@ -347,6 +347,10 @@ class EngineConfig(BaseSettings):
     scoring: bool = Field(
         default=False,
         description="give every slot room for the ids of a given output, as `Engine.score` needs",
+    )
+    routed_experts: bool = Field(
+        default=False,
+        description="True to record the experts of every token, for requests with return_routed_experts",
     )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"

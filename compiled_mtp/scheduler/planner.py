@@ -23,7 +23,6 @@ from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
 from compiled_mtp.plan import (
     BlockUpdate,
     Copy,
-    Draft,
     EncodeSlice,
     Location,
     Move,
@@ -463,7 +462,7 @@ class Planner:
             "verify" if is_two_phase else "decode",
             self.decoding_slots,
             self._decoding_generations,
-            [upload for one in self._with_known for upload in _known_drafts(one, verify)],
+            [upload for one in self._with_known for upload in one.known_drafts(verify)],
             shape=new_tuple(RoundShape, (verify, depth)),
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
@@ -606,12 +605,6 @@ def _wants(requests: Sequence[Request]) -> _Wants:
         has_drafts=has_drafts or is_guided,
         are_all_given=all(request.forced_ids for request in requests),
     )
-
-
-def _known_drafts(scheduled: ScheduledRequest, verify: int) -> Iterator[Draft]:
-    """Yield the known tokens that a request's next round verifies as drafts."""
-    if scheduled.known is not None and (known := scheduled.known.plan_round(verify)):
-        yield Draft(scheduled.slot, tuple(known))
 
 
 def _least_output(scheduled: ScheduledRequest, in_flight: int) -> int:

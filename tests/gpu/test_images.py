@@ -95,7 +95,7 @@ def test_features_are_the_same_bits_again(directories: dict[str, Path], dtype: s
     for sizes in ((1, 1), (3, 10), (12, 12), (32, 32)):
         first = encode(encoder, sizes, 2)
         want = reference.features(picture(sizes[1] * 32, sizes[0] * 32, seed=sizes[0]))
-        tolerance = {"bfloat16": 0.25, "float32": 2e-3}[dtype]
+        tolerance = {"bfloat16": 0.5, "float32": 2e-3}[dtype]
         assert float((first.float().cpu() - want).abs().max()) < tolerance
         beside = torch.cuda.Stream()
         for slice_layers in (1, 2):
