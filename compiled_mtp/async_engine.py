@@ -252,6 +252,7 @@ class AsyncEngine:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
@@ -264,6 +265,8 @@ class AsyncEngine:
             params=params,
             prompt_token_ids=prompt_token_ids,
             messages=messages,
+            # Only engines that take images know the argument.
+            **({} if images is None else {"images": images}),
             request_id=request_id,
             priority=priority,
         )

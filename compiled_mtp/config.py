@@ -41,6 +41,8 @@ HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safete
 # Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of
 # a launch grid's second axis.
 MOST_PREFILL_CHUNK = 8192
+# Images of a request: far above sensible prompts.
+_MOST_IMAGES = 256
 # Products get faster with more rows: from 512 to 2,048 by a fifth for 4B and a tenth for 27B. But requests
 # that decode wait for a chunk (27B: 170 ms instead of 40), so chunks are short while there are any. Narrow
 # products need more rows to fill a GPU, and 4,096 rows of half the width of 27B take no more memory than its
@@ -300,6 +302,20 @@ class EngineConfig(BaseSettings):
     graph_cache: Path | None = Field(
         default=None, description="a file that `compiled-mtp export` wrote", json_schema_extra=NOT_TRACED
     )
+    max_images: int = Field(
+        default=0,
+        ge=0,
+        le=_MOST_IMAGES,
+        description="images per request, 0 for none",
+        json_schema_extra=NOT_TRACED,
+    )
+    max_pixels: int = Field(
+        default=1280 * 1024,
+        ge=1024,
+        le=1 << 24,
+        description="pixels of an image, at most; a larger one is shrunk; 1024 pixels become a token",
+        json_schema_extra=NOT_TRACED,
+    )
     draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
         default=None,
         description="draft only from this many lowest ids, or from the ids in a file (one per line, or a "
@@ -309,8 +325,8 @@ class EngineConfig(BaseSettings):
     lookup: Literal["auto", "off"] = Field(
         default="off",
         description="auto to take drafts from the request's own text too, where its last tokens stood "
-        "before: for edits, quotes and agents; up to 15 of them with max_batch up to 8; no token depends on "
-        "it",
+        "before: for edits, quotes and agents; up to 15 of them, unless max_batch is given above 8; no token "
+        "depends on it",
         json_schema_extra=NOT_TRACED,
     )
     draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
@@ -468,6 +484,11 @@ class EngineConfig(BaseSettings):
         is_told = torchrun.run_id is not None or others == "1"
         check(is_told, "WORLD_SIZE", "be unset without torchrun", others, remedy)
         return self
+
+    @property
+    def vision_pixels(self) -> int:
+        """The most pixels of an image, 0 for an engine without images."""
+        return self.max_pixels if self.max_images else 0
 
     @property
     def resume_step(self) -> int:

@@ -42,6 +42,7 @@ from compiled_mtp.scheduler.turn import Turn
 from compiled_mtp.spec.depth import Reason, first_depth
 from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.spec.stats import SpeculationStats
+from compiled_mtp.vision.images import ImageInput
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class _Totals:
     cached_tokens: int
     output_tokens: int
     speculation: SpeculationStats
+    image_tokens: int
+    image_speculation: SpeculationStats
 
     def plus(self, output: RequestOutput) -> _Totals:
         metrics = output.metrics
@@ -62,6 +65,8 @@ class _Totals:
             self.cached_tokens + metrics.cached_tokens,
             self.output_tokens + metrics.output_tokens,
             self.speculation.plus(metrics),
+            self.image_tokens + metrics.image_tokens,
+            self.image_speculation.plus(metrics) if metrics.image_tokens else self.image_speculation,
         )
 
 
@@ -75,8 +80,9 @@ class EngineStats:
     prefix_host_hits of these from the host tier; prefix_evictions counts evicted state snapshots. offloads
     and recomputes count preemptions for lack of blocks: to host memory, or back to the queue with tokens to
     compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the batch's rounds by depth and
-    then by reason: "best", "probe", "retry" or "only" (no other depth was ready). The other fields sum over
-    finished requests.
+    then by reason: "best", "probe", "retry" or "only" (no other depth was ready). images: those that the
+    vision tower has encoded. The other fields sum over finished requests, image_speculation over those with
+    images, which speculation counts too.
     """
 
     running: int
@@ -97,6 +103,9 @@ class EngineStats:
     prefix_host_bytes: int = 0
     offloads: int = 0
     recomputes: int = 0
+    images: int = 0
+    image_tokens: int = 0
+    image_speculation: SpeculationStats | None = None
 
     @property
     def withdrawals(self) -> int:
@@ -175,7 +184,8 @@ class Engine(WeightControl):
         self._batch: Collection[str] = ()
         # The streams of requests whose outputs go to a stream of their own, by request id.
         self._streams: dict[str, weakref.ref[Generator[RequestOutput, None, None]]] = {}
-        self._totals = _Totals(0, 0, 0, 0, SpeculationStats.empty(spec.mtp_step))
+        nothing = SpeculationStats.empty(spec.mtp_step)
+        self._totals = _Totals(0, 0, 0, 0, nothing, 0, nothing)
 
     def add_request(
         self,
@@ -184,11 +194,15 @@ class Engine(WeightControl):
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[ImageInput] | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
         """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
 
+        `images`: those of the `<|image_pad|>` tokens of the prompt, in order, or of the content parts
+        {"type": "image"} of the messages; a part may also hold its own, as {"type": "image", "image": ...}.
+        They are decoded here, in the caller's thread.
         A request of lower `priority` starts sooner, and is preempted later when blocks run short. The outputs
         of each of `params.n` choices carry its index. Grammars are compiled here, in the caller's thread.
         Fields of `params` that were not set come from the checkpoint's generation_config.json. Any thread,
@@ -203,7 +217,12 @@ class Engine(WeightControl):
         if request_id in self._streams:
             # The stream would take the outputs of this request, and ending the stream would end it.
             raise id_in_use(request_id)
-        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        given = {
+            "prompt": prompt,
+            "prompt_token_ids": prompt_token_ids,
+            "messages": messages,
+            "images": images,
+        }
         return self._inbox.put(self._make_choices(request_id or "", params, given, priority))
 
     def _make_choices(
@@ -345,6 +364,7 @@ class Engine(WeightControl):
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Chat | None = None,
+        images: Sequence[ImageInput] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Queue a request as `add_request` does, step until it has ended, and yield the outputs of all its
         choices as they come.
@@ -353,7 +373,12 @@ class Engine(WeightControl):
         other streams and `step` may be used; `step` returns none of the stream's outputs. The request of a
         stream that is left before its end is ended by the next step.
         """
-        given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
+        given = {
+            "prompt": prompt,
+            "prompt_token_ids": prompt_token_ids,
+            "messages": messages,
+            "images": images,
+        }
         own: list[weakref.ref[Generator[RequestOutput, None, None]]] = []
         stream = self._stream(own, params, given)
         own.append(weakref.ref(stream))
@@ -524,6 +549,9 @@ class Engine(WeightControl):
             prefix_host_bytes=prefix_tier_bytes + prefix.prefix_host.num_blocks_used * memory.block_bytes,
             offloads=self.scheduler.num_offloaded,
             recomputes=self.scheduler.num_recomputed,
+            images=self.runner.num_encoded,
+            image_tokens=totals.image_tokens,
+            image_speculation=totals.image_speculation,
         )
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ from compiled_mtp.errors import check
 NOT_TRACED: dict[str, Any] = {"traced": None}
 """Metadata of a field, here and in other records, whose given value compiled code does not depend on. Fields
 without it are part of a graph cache's key."""
+
+MOST_ASPECT = 200
+"""The longer side of an image over its shorter one, at most."""
 
 # Sizes that are divided among ranks; and counts of heads of which several ranks may hold the same one. See
 # ModelConfig.shard.
@@ -21,6 +25,57 @@ _DIVIDED = (
     "shared_expert_intermediate_size",
 )
 _REPLICATED = ("num_kv_heads", "linear_num_key_heads")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower of a checkpoint, and how its images become patches and positions.
+
+    side: rows and columns of the table of position embeddings. An image is resized to multiples of `cell`
+    pixels, least_pixels to most_pixels in all, and cut into patches of patch_size; merge_size by merge_size
+    patches become one token. mean, std: of a channel, in 0 to 1. mrope_section: how many rotary frequencies
+    take their position from the time, the row and the column of a token.
+    """
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    side: int
+    image_token_id: int
+    video_token_id: int
+    mrope_section: tuple[int, int, int]
+    least_pixels: int
+    most_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @property
+    def cell(self) -> int:
+        """Pixels along each side of the square that becomes one token."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_values(self) -> int:
+        """Values of one patch: channels, times, rows and columns."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of an image. A long and narrow one may exceed most_pixels, by the one row of cells
+        that it has at least, and a small one is rounded up to whole cells."""
+        row = math.isqrt(MOST_ASPECT * self.most_pixels) // self.cell + 1
+        sides = math.isqrt(MOST_ASPECT * self.least_pixels) + math.isqrt(self.least_pixels) + 2
+        small = self.least_pixels + self.cell * (sides + self.cell)
+        return max(self.most_pixels // self.cell**2, row, small // self.cell**2)
+
+
+def _sections(vision: VisionConfig | None) -> tuple[int, int, int] | None:
+    return None if vision is None else vision.mrope_section
 
 
 @dataclass(frozen=True)
@@ -93,6 +148,7 @@ class ModelConfig:
     scaled_codes: str = field(default="", metadata=NOT_TRACED)
     rope_scaling: RopeScaling | None = field(default=None, metadata={"traced": _as_json})
     world: int = 1
+    vision: VisionConfig | None = field(default=None, metadata={"traced": _sections})
 
     @property
     def linear_key_dim(self) -> int:
@@ -133,6 +189,18 @@ class ModelConfig:
     def num_gdn_layers(self) -> int:
         """GDN layers of the target model."""
         return self.num_layers - self.num_attention_layers
+
+    @property
+    def active_weights(self) -> int:
+        """Weights of the layers that a token is multiplied by, without embedding and head."""
+        hidden, ffn = self.hidden_size, 3 * self.intermediate_size
+        if self.is_moe:
+            experts = self.num_experts_per_tok * self.moe_intermediate_size
+            ffn = self.num_experts + 3 * (experts + self.shared_expert_intermediate_size)
+        attention = self.qkv_dim + self.num_q_heads * self.head_dim
+        mixers = self.num_attention_layers * attention
+        mixers += self.num_gdn_layers * (self.linear_proj_dim + self.linear_value_dim)
+        return hidden * (mixers + self.num_layers * ffn)
 
     @property
     def head_vocab_size(self) -> int:

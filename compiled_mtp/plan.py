@@ -16,7 +16,7 @@ SPARE_SLOTS = 2
 """Slots that no request owns: the first, for padding, and the last, in which a launch leaves the state at a
 snapshot position inside a prompt chunk."""
 
-PlanKind: TypeAlias = Literal["prefill", "first", "decode", "verify", "accept", "move"]
+PlanKind: TypeAlias = Literal["encode", "prefill", "first", "decode", "verify", "accept", "move"]
 
 
 class Location(NamedTuple):
@@ -58,17 +58,56 @@ class SlotSampling:
     forced_position: int = 0
 
 
+class ImageSpan(NamedTuple):
+    """The tokens of an image in a prompt, row by row: start, start + 1, ..., rows * columns in all."""
+
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the image."""
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        """The index of the token after the image."""
+        return self.start + self.num_tokens
+
+    @property
+    def extent(self) -> int:
+        """By how much the image advances the rotary position of the text after it."""
+        return max(self.rows, self.columns)
+
+
+class EncodeSlice(NamedTuple):
+    """Layers first_layer to end_layer of the vision tower for one image of a slot's prompt.
+
+    image: its number in the prompt. pixels: RGB bytes, row by row, in the slice with layer 0; else empty. The
+    slice with the tower's last layer leaves the image's features.
+    """
+
+    image: int
+    span: ImageSpan
+    first_layer: int
+    end_layer: int
+    pixels: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class Admit:
     """Give a slot to a request: registered rows take their initial values, and `sampling` is written.
 
     A request that resumes after a cached prefix starts its slot in this way too. text: the prompt's ids, in
-    which drafts are looked up; empty without lookup.
+    which drafts are looked up; empty without lookup. rotary_delta: the rotary position of a generated token
+    minus its index, 0 without images, else at most 0.
     """
 
     slot: int
     sampling: SlotSampling
     text: tuple[int, ...] = ()
+    rotary_delta: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +164,8 @@ class PromptChunk(NamedTuple):
     number of the chunk's tokens, a multiple of 64, the launch leaves the state in the last slot, for a state
     snapshot; 0 for none; above 0 in at most one chunk of a launch. next_ids: if the prompt's own log
     probabilities are wanted, the id that follows each of the tokens in the prompt, else empty; such a chunk
-    is alone in its launch.
+    is alone in its launch. images: those of the prompt that begin before the chunk's end; the features of
+    those that it touches have been encoded.
     """
 
     token_ids: tuple[int, ...]
@@ -134,13 +174,16 @@ class PromptChunk(NamedTuple):
     is_last: bool = False
     next_ids: tuple[int, ...] = ()
     snapshot_offset: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: prompt chunks, a decode round of several requests or one phase of it, or moves alone.
+    """One launch: a slice of the vision tower, prompt chunks, a decode round of several requests or one phase
+    of it, or moves alone.
 
     The runner carries out `moves`, `block_updates`, the launch and `saves`, in this order.
+    encode: `encoded`, a slice of the vision tower for an image of the one slot's prompt.
     prefill: `prompt_chunks`, one per slot; those with is_last also emit a first token and leave shape.chain
     drafts.
     first: the first token of one request, and shape.chain drafts, after all chunks of its prompt without
@@ -177,6 +220,7 @@ class StepPlan:
     wants_drafts: bool = False
     is_given: bool = False
     saves: tuple[Copy, ...] = ()
+    encoded: EncodeSlice | None = None
 
     @property
     def ended(self) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from compiled_mtp.errors import quote
-from compiled_mtp.plan import RowLogprobs
+from compiled_mtp.plan import ImageSpan, RowLogprobs
 from compiled_mtp.sampling.logprobs import LogprobQueue, TokenLogprob, make_entries
 from compiled_mtp.sampling.sampling_params import SamplingParams as SamplingParams
 from compiled_mtp.sampling.stop_strings import StopStrings
@@ -80,6 +80,7 @@ class RequestHistory:
     rounds: list[int] = field(default_factory=list)
     time_to_first_token_s: float | None = None
     cached_tokens: int = 0
+    image_tokens: int = 0
 
 
 class RequestMetrics(NamedTuple):
@@ -105,6 +106,11 @@ class RequestMetrics(NamedTuple):
     def cached_tokens(self) -> int:
         """Tokens of the prompt that the prefix cache held."""
         return self.history.cached_tokens
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the prompt that are images."""
+        return self.history.image_tokens
 
     @property
     def seed(self) -> int:
@@ -237,19 +243,26 @@ def _no_bytes(token_id: int) -> bytes:
     return b""
 
 
+class PromptImage(NamedTuple):
+    """An image of a prompt: its tokens there, its RGB bytes, and a digest of these and of the shape."""
+
+    span: ImageSpan
+    pixels: bytes
+    digest: bytes
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
     index: that of the choice, among those that share the request_id. bad_word_ids: the token ids of
     `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's text
-    in bytes, for log probabilities. priority: a request of lower priority starts sooner. forced_ids: the
-    whole output, if it is given instead of drawn: log probabilities are then its scores, and neither stop
-    ids nor stop strings end it. error: why the
-    grammar ended the request, or length_reason if that limit ended it before max_tokens and max_model_len.
-    `max_output`, length_reason, and seed, mtp_step and max_drafts of `history`, may be changed until the
-    scheduler has the request. Raises ValueError for an empty prompt and for stop strings without a
-    detokenizer.
+    in bytes, for log probabilities. images: those of the prompt, in order. priority: a request of lower
+    priority starts sooner. forced_ids: the whole output, if it is given instead of drawn: log probabilities
+    are then its scores, and neither stop ids nor stop strings end it. error: why the grammar ended the
+    request, or length_reason if that limit ended it before max_tokens and max_model_len. `max_output`,
+    length_reason, and seed, mtp_step and max_drafts of `history`, may be changed until the scheduler has the
+    request. Raises ValueError for an empty prompt and for stop strings without a detokenizer.
     """
 
     request_id: str
@@ -261,6 +274,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
     token_bytes: Callable[[int], bytes] = _no_bytes
+    images: tuple[PromptImage, ...] = ()
     priority: int = 0
     forced_ids: tuple[int, ...] = ()
     arrival_s: float = field(default_factory=time.monotonic)
@@ -294,6 +308,7 @@ class Request:
             )
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self.history = RequestHistory(len(self.prompt_token_ids), seed)
+        self.history.image_tokens = sum(image.span.num_tokens for image in self.images)
         self.metrics = RequestMetrics(self.history, 0, 0, 0.0)
         self._delivered = self.metrics
         self.max_output = self.params.max_tokens
@@ -309,6 +324,11 @@ class Request:
     def prompt_len(self) -> int:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)
+
+    @property
+    def rotary_delta(self) -> int:
+        """The rotary position of an output token minus its index."""
+        return sum(image.span.extent - image.span.num_tokens for image in self.images)
 
     @property
     def key(self) -> tuple[str, int]:

@@ -47,7 +47,7 @@ class Step(nn.Module):
     static address.
 
     mtp_step is the largest number of drafts that a chain leaves; a round verifies at most as many as a slot
-    holds.
+    holds. has_images: prompts may have images, so that rotary positions differ from absolute ones.
     """
 
     cos_sin: torch.Tensor
@@ -69,6 +69,8 @@ class Step(nn.Module):
         max_model_len: int,
         synthetic_acceptance: float | None = None,
         draft_head: DraftHead | None = None,
+        *,
+        has_images: bool = False,
     ) -> None:
         super().__init__()
         if mtp_step and draft is None:
@@ -83,6 +85,7 @@ class Step(nn.Module):
         self.slot_tensors = SlotTensors([*slots.slot_tensors(), *state_cache.slot_tensors()])
         self.register_buffer("cos_sin", cos_sin)
         self.mtp_step = mtp_step
+        self.has_images = has_images
         self.num_valid_ids = min(num_valid_ids, slots.bias.shape[1])
         self.max_model_len = max_model_len
         # Benchmarks only: rounds accept drafts at this rate, whatever the drafts are.
@@ -166,7 +169,7 @@ class Step(nn.Module):
 
         Mutates the target's KV and the recurrent states; the GDN layers fold their state up to `pos`.
         """
-        rows = _decode_rows(state_index, window)
+        rows = _decode_rows(state_index, window, self.rotary_positions(window.positions, state_index))
         hidden = self.target(window.tokens, rows, self.kv_cache, self.state_cache, self.cos_sin)
         return hidden, self.target.logits(hidden)
 
@@ -233,7 +236,9 @@ class Step(nn.Module):
             return LeftDrafts(tokens.new_empty((state_index.shape[0], 0)), None)
         if shape.verify == shape.chain == 0:
             return self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
-        rows = _decode_rows(state_index, window).moved(accepted.positions, accepted.kv_slots)
+        rotary = self.rotary_positions(accepted.positions, state_index)
+        rows = _decode_rows(state_index, window, rotary)
+        rows = rows.moved(rotary, accepted.positions, accepted.kv_slots)
         drafted = self.draft_forward(tokens, hidden, rows, kept_rows=accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
         if shape.chain > chain[0].shape[0]:
@@ -278,7 +283,7 @@ class Step(nn.Module):
     ) -> torch.Tensor:
         """Run the draft model on inputs (token, hidden before it) of M rows; mutates its KV.
 
-        Returns hidden [M, H], or that of kept_rows alone.
+        token_ids [M], or the tokens' embeddings [M, H]. Returns hidden [M, H], or that of kept_rows alone.
         """
         assert self.draft is not None
         assert self.kv_cache.draft is not None
@@ -306,7 +311,9 @@ class Step(nn.Module):
         for i in range(num_drafts):
             if i:
                 # Draft i's input: the draft before it.
-                chained = rows.moved(chain_positions[i - 1, :batch], chain_slots[i - 1, :batch])
+                positions = chain_positions[i - 1, :batch]
+                rotary = self.rotary_positions(positions, rows.state_index)
+                chained = rows.moved(rotary, positions, chain_slots[i - 1, :batch])
                 hidden = self.draft_forward(token, hidden, chained)
             if head is None or self.draft_ids is None:
                 logits = self.target.logits(hidden, head, scale)
@@ -396,13 +403,23 @@ class Step(nn.Module):
         slots.num_deferred[index] = slots.num_deferred[index] + accepted.packed[:, 0]
         return self.store_drafts(state_index, tokens.new_empty((state_index.shape[0], 0)))
 
+    def rotary_positions(self, positions: torch.Tensor, state_index: torch.Tensor) -> torch.Tensor:
+        """The rotary positions, equal on all axes, of generated tokens at absolute `positions` [B * n].
+
+        Rows are request-major; state_index [B].
+        """
+        if not self.has_images:
+            return positions
+        delta = self.slots.rotary_delta[state_index.to(torch.int64)]
+        return (positions.view(state_index.shape[0], -1) + delta[:, None]).flatten()
+
     def _cursors(self) -> Cursors:
         return Cursors(self.slots.base, self.slots.pos, self.slots.last_token)
 
 
-def _decode_rows(state_index: torch.Tensor, window: Window) -> DecodeRows:
+def _decode_rows(state_index: torch.Tensor, window: Window, rotary_positions: torch.Tensor) -> DecodeRows:
     return DecodeRows(
-        rotary_positions=window.positions,
+        rotary_positions=rotary_positions,
         causal_positions=window.positions,
         slot_mapping=window.kv_slots,
         block_table=window.block_table,

@@ -28,6 +28,7 @@ ROOMS = (
     "communicators",
     "gguf",
     "models",
+    "vision",
     "step_output",
     "step",
     "rounds",
@@ -72,11 +73,13 @@ NO_TORCH = (
             "tool_calls",
         )
     ),
-    *(f"compiled_mtp.frontend.{name}" for name in ("tokenizer", "hub", "prompts")),
+    *(f"compiled_mtp.frontend.{name}" for name in ("tokenizer", "hub", "prompts", "image_prompts")),
     *(f"compiled_mtp.gguf.{name}" for name in ("block_types", "container", "config", "names", "tokenizer")),
     "compiled_mtp.models.draft_vocabulary",
     "compiled_mtp.runner.host_memory",
     "compiled_mtp.parallel.plans",
+    "compiled_mtp.vision.images",
+    "compiled_mtp.vision.sizes",
     "compiled_mtp.terminal.signals",
 )
 # The public names, resolved lazily.

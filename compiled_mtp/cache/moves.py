@@ -162,6 +162,9 @@ class Moves:
         for entry in self.slot_tensors:
             if entry.initial is not None:
                 entry.tensor[rows] = entry.initial
+        if any(move.rotary_delta for move in admitted):
+            deltas = self._indices(move.rotary_delta for move in admitted)
+            self.slot_tensors["rotary_delta"][rows] = deltas
         write_sampling(self.slot_tensors, admitted, self._to_device)
         for move in admitted:
             if move.text:

@@ -21,9 +21,10 @@ def root_key(salt: str | None) -> bytes:
     return _digest(b"" if salt is None else b"salt" + salt.encode())
 
 
-def chain_key(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the key of a chunk, from the key of the chunk before it and its own tokens."""
-    return _digest(before + array("q", token_ids).tobytes())
+def chain_key(before: bytes, token_ids: Sequence[int], images: Sequence[bytes] = ()) -> bytes:
+    """Return the key of a chunk, from the key of the chunk before it, its own tokens, and the digests of the
+    images that it touches, whose tokens are all alike."""
+    return _digest(b"".join((before, array("q", token_ids).tobytes(), *images)))
 
 
 def _digest(content: bytes) -> bytes:

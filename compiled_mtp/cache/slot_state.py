@@ -20,6 +20,7 @@ _INITIAL = {
     "last_token": 0,
     "drafts": 0,
     "num_deferred": 0,
+    "rotary_delta": 0,
     "forced_ids": -1,
     "matched": 0,
     "threshold": FIRST_THRESHOLD,
@@ -46,6 +47,7 @@ class SlotState(nn.Module):
     last num_deferred [slots] int64 positions up to pos. The sampling tables are those of `SamplingTables`,
     written by `write_sampling`. A request whose features need them counts its emitted tokens in
     output_counts [slots, vocab_size] and keeps the last ones in recent_ids [slots, RECENT_IDS].
+    rotary_delta [slots] int64: as in `Admit`.
     forced_ids [slots, num_forced] int32, None for num_forced 0: the ids that are committed in the place of
     samples, by position; -1 for none. For lookup, None for text_length 0: token_ids [slots, text_length]
     int32, the ids of prompt and output by position, and the fields of `LookupState`.
@@ -53,6 +55,7 @@ class SlotState(nn.Module):
 
     base: torch.Tensor
     pos: torch.Tensor
+    rotary_delta: torch.Tensor
     last_token: torch.Tensor
     drafts: torch.Tensor
     block_table: torch.Tensor
@@ -101,7 +104,7 @@ class SlotState(nn.Module):
         def buffer(name: str, shape: tuple[int, ...], kind: torch.dtype, value: float = 0) -> None:
             self.register_buffer(name, torch.full(shape, value, dtype=kind, device=device))
 
-        for name in ("base", "pos", "last_token", "seed", "min_position", "num_deferred"):
+        for name in ("base", "pos", "last_token", "seed", "min_position", "num_deferred", "rotary_delta"):
             buffer(name, (slots,), torch.int64)
         buffer("drafts", (slots, max(max_drafts, 1)), torch.int64)
         buffer("block_table", (slots, max_blocks), torch.int32, -1)

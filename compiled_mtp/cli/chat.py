@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.image_prompts import prepare_images
 from compiled_mtp.frontend.reasoning import find_reasoning
 from compiled_mtp.request import RequestOutput, SamplingParams, derive_seed
 from compiled_mtp.server.tool_calls import Content, OutputParser, Reasoning
@@ -28,12 +29,15 @@ from compiled_mtp.terminal.console import (
 )
 from compiled_mtp.terminal.flags import COMMON_ENGINE, COMMON_SAMPLING, Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
+from compiled_mtp.vision.images import PreparedImage
 
 # A command imports these modules later, since they import torch.
 if TYPE_CHECKING:
     from compiled_mtp.engine import Engine
 
-_HELP = "/exit ends, /clear begins anew, Ctrl-C ends an answer"
+_HELP = (
+    "/exit ends, /clear begins anew, /image FILE shows an image with the next message, Ctrl-C ends an answer"
+)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # Characters that begin an escape sequence: ESC, and C1 controls, each of which some terminals read as ESC and
 # a second character.
@@ -98,6 +102,9 @@ def _chat(flags: dict[str, Any], interrupts: Interrupts) -> int:
                 conversation.clear()
             elif words == ["/help"]:
                 say(_HELP)
+            elif words[:1] == ["/image"]:
+                # A path may have blanks.
+                conversation.show(line.strip().removeprefix("/image").strip())
             elif words:
                 # For the whole answer: a Ctrl-C at its last word must not end the session.
                 with interrupts.held():
@@ -143,13 +150,26 @@ class Conversation:
         self._engine, self._tokenizer = engine, engine.tokenizer
         self._params, self._system = params, system
         self._stdout, self._interrupts = stdout, interrupts
-        self._messages = [*system]
+        self._messages: list[dict[str, Any]] = [*system]
+        # Images that come with the next message.
+        self._images: list[PreparedImage] = []
         self._num_turns = 0
         self._reasoning = find_reasoning(self._tokenizer)
 
     def clear(self) -> None:
         """Forget all but the system message."""
-        self._messages = [*self._system]
+        self._messages, self._images = [*self._system], []
+
+    def show(self, path: str) -> None:
+        """Send the image in the file `path` with the next message; report one that cannot be sent."""
+        frontend = self._engine.frontend
+        try:
+            (image,) = prepare_images([path], frontend.model_config.vision, frontend.max_images)
+        except ValueError as error:
+            say(f"error: {error}")
+            return
+        self._images.append(image)
+        say(f"[image of {image.rows * image.columns} tokens; write a message to it]")
 
     def answer(self, text: str) -> None:
         """Write the answer to `text` as it is decoded; add both to the conversation.
@@ -157,7 +177,7 @@ class Conversation:
         Interrupts must be held; the text before a Ctrl-C is an answer too. A message that cannot be answered,
         for example because the context has no room for it, is reported and dropped.
         """
-        messages = [*self._messages, {"role": "user", "content": text}]
+        messages = [*self._messages, {"role": "user", "content": self._content_of(text)}]
         reply = Reply(self._stdout)
         try:
             parser = self._make_parser(messages)
@@ -166,12 +186,17 @@ class Conversation:
             say(f"error: {error}; /clear makes room")
             return
         reply.end()
+        self._images = []
         if reply.content:
             thought = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
             self._messages = [*messages, {"role": "assistant", "content": reply.content, **thought}]
         say(_describe(last))
 
-    def _make_parser(self, messages: list[dict[str, str]]) -> OutputParser:
+    def _content_of(self, text: str) -> Any:
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self._images]
+        return [*parts, {"type": "text", "text": text}] if parts else text
+
+    def _make_parser(self, messages: list[dict[str, Any]]) -> OutputParser:
         if self._reasoning is None:
             return OutputParser()
         variables = self._params.chat_template_kwargs or {}
@@ -179,7 +204,7 @@ class Conversation:
         return OutputParser(has_reasoning=True, is_thinking=self._reasoning.is_open(prompt))
 
     def _decode(
-        self, messages: list[dict[str, str]], parser: OutputParser, reply: Reply
+        self, messages: list[dict[str, Any]], parser: OutputParser, reply: Reply
     ) -> RequestOutput | None:
         """Decode until the end or an interrupt; return the last output if there was one."""
         params, last = self._params, None

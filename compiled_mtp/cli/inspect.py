@@ -24,6 +24,7 @@ from compiled_mtp.model_config import ModelConfig, RopeScaling
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.draft_vocabulary import choose_draft_ids
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
+from compiled_mtp.models.headers import read_visual_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.lora import read_adapter
 from compiled_mtp.models.stored_weight import StoredWeight
@@ -78,7 +79,8 @@ def _inspect(flags: argparse.Namespace) -> int:
     path = find_checkpoint(config.model, is_offline=config.offline)
     model = read_model_config(path)
     weights = read_stored(path)
-    write_text(stdout, "".join(f"{line}\n" for line in (*describe_model(model), *describe_files(weights))))
+    lines = (*describe_model(model), *describe_files(weights), *describe_tower(path))
+    write_text(stdout, "".join(f"{line}\n" for line in lines))
     # Last: this raises ValueError for a checkpoint that the engine refuses.
     write_text(stdout, "".join(f"{line}\n" for line in describe_run(config, model, path, weights)))
     return EXIT_OK
@@ -117,6 +119,14 @@ def describe_files(weights: Mapping[str, StoredWeight]) -> Iterator[str]:
         sizes[kind, form] += weight.num_bytes
     for (kind, form), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         yield f"stored      {kind}: {counts[kind, form]} in {form}, {_mib(size)}"
+
+
+def describe_tower(path: Path) -> Iterator[str]:
+    """Yield a line on the vision tower, if one is stored."""
+    headers = {} if path.suffix == ".gguf" else read_visual_headers(path)
+    if headers:
+        size = sum(header.num_bytes for header in headers.values())
+        yield f"vision      {len(headers)} weights of {_mib(size)}, which max_images loads"
 
 
 def describe_run(

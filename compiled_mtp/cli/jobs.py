@@ -79,13 +79,34 @@ class Job:
         return Job(self.where, self.prompt, params, self.request, self.choice, self.index, self.id)
 
 
-def jobs_of_texts(texts: Sequence[str], sampling: dict[str, Any]) -> list[Job]:
-    """Return the jobs of one request per text; `sampling` is as in `read_jobs`."""
+def jobs_of_texts(texts: Sequence[str], sampling: dict[str, Any], images: Sequence[str] = ()) -> list[Job]:
+    """Return the jobs of one request per text; `sampling` is as in `read_jobs`.
+
+    images: paths of images that come before each text; such a prompt goes through the chat template.
+    """
     jobs = [
-        Job(f"prompt {index}", {"prompt": text}, SamplingParams(**_own_fields(sampling, index)))
+        Job(f"prompt {index}", _prompt_of(text, images), SamplingParams(**_own_fields(sampling, index)))
         for index, text in enumerate(texts)
     ]
     return _with_choices(jobs)
+
+
+def count_images(jobs: Sequence[Job]) -> int:
+    """Return the most images of a request."""
+    counts = [0]
+    for job in jobs:
+        messages = [one for one in job.prompt.get("messages", ()) if isinstance(one, dict)]
+        contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+        parts = [part for content in contents for part in content if isinstance(part, dict)]
+        counts.append(sum(part.get("type") in ("image", "image_url") for part in parts))
+    return max(counts)
+
+
+def _prompt_of(text: str, images: Sequence[str]) -> dict[str, Any]:
+    if not images:
+        return {"prompt": text}
+    parts = [{"type": "image", "image": path} for path in images]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
 
 
 def read_jobs(path: str, sampling: dict[str, Any]) -> list[Job]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
+from compiled_mtp.cli.jobs import Job, check_output, count_images, jobs_of_texts, read_jobs
 from compiled_mtp.cli.printer import Printer
 from compiled_mtp.cli.summary import Outcome, find_difference, summarize
 from compiled_mtp.config import EngineConfig
@@ -52,10 +52,18 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
     config = EngineConfig(**settings)
     if flags["compare"]:
         _check_drafts(config)
+    stdout, file = check_stdout(), flags["prompt_file"]
+    if file is not None:
+        check(not flags["image"], "image", "come with --prompt", flags["image"], "name it in the prompt file")
+        jobs = read_jobs(file, sampling)
+    else:
+        jobs = jobs_of_texts(flags["prompt"], sampling, flags["image"])
+    if "max_images" not in config.model_fields_set and (most := count_images(jobs)):
+        # The requests are known: load the vision tower for them.
+        settings["max_images"] = most
+        config = EngineConfig(**settings)
     # A graph cache holds the shapes of one mtp_step.
     plain = EngineConfig(**settings | {"mtp_step": 0, "graph_cache": None}) if flags["compare"] else None
-    stdout, file = check_stdout(), flags["prompt_file"]
-    jobs = read_jobs(file, sampling) if file is not None else jobs_of_texts(flags["prompt"], sampling)
     if flags["output"] is not None:
         check_output(flags["output"], file)
     printer = Printer(stdout, flags["output"], jobs, is_in_order=flags["in_order"])
@@ -91,7 +99,15 @@ def make_parser() -> Parser:
         "--prompt-file",
         metavar="FILE",
         help="text (one prompt, - is standard input), or .jsonl: one request per line, an object with "
-        "prompt, messages or prompt_token_ids, any sampling field, and an id, which its result repeats",
+        "prompt, messages (with images as content parts) or prompt_token_ids, any sampling field, and an "
+        "id, which its result repeats",
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image before the prompt, which then goes through the chat template; repeat for more",
     )
     said = "write one line per result, when it ends: id, text, tokens, metrics"
     add_output(parser, metavar="FILE.jsonl", help=said)

@@ -22,7 +22,7 @@ def open_frontend(config: EngineConfig) -> RequestProcessor:
     whose number is not yet known. Raises ValueError for an unusable checkpoint or field of `config`.
     """
     path = find_checkpoint(Path(config.model), is_offline=config.offline)
-    model_config = read_model_config(path)
+    model_config = read_model_config(path, max_pixels=config.vision_pixels)
     if config.settle(model_config, path).mtp_step != config.mtp_step:
         logger.warning(
             "mtp_step=auto is 0: %s stores no mtp.* tensors, as transformers saves fine-tunes; to draft, %s",
@@ -32,4 +32,5 @@ def open_frontend(config: EngineConfig) -> RequestProcessor:
     # Find a default out of range before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
     tokenizer = Tokenizer(path, config.chat_template) if has_tokenizer(path) else None
-    return RequestProcessor(path, model_config, tokenizer, config.resolve_max_model_len(model_config))
+    longest = config.resolve_max_model_len(model_config)
+    return RequestProcessor(path, model_config, tokenizer, longest, config.max_images)

@@ -10,9 +10,10 @@ from typing import Any
 
 from compiled_mtp.errors import check, check_type, quote
 from compiled_mtp.frontend.guidance import Guidance
+from compiled_mtp.frontend.image_prompts import place_images, prepare_images, split_chat
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.request import Request, SamplingParams
+from compiled_mtp.request import PromptImage, Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
 from compiled_mtp.sampling.parameter_checks import MAX_STOP_IDS, bad_word_ids, only_one_grammar
 
@@ -24,16 +25,22 @@ class RequestProcessor:
     """Tokenises, validates and makes requests. It has no state of requests: any thread may call it.
 
     path: the checkpoint's, for error texts. tokenizer: without one, prompts must be token ids.
-    max_model_len: the config's bound on the tokens of a request.
+    max_model_len: the config's bound on the tokens of a request; max_images: on its images.
     """
 
     def __init__(
-        self, path: Path, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int
+        self,
+        path: Path,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        max_images: int = 0,
     ) -> None:
         self.path = path
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.max_images = max_images
         own = frozenset(model_config.eos_token_ids)
         self.eos_token_ids = own if tokenizer is None else own | frozenset(tokenizer.eos_token_ids)
         self._guidance = (
@@ -50,14 +57,17 @@ class RequestProcessor:
         prompt: str | None,
         prompt_token_ids: Sequence[int] | None,
         messages: Sequence[Mapping[str, Any]] | None,
+        images: Sequence[object] | None = None,
         priority: int = 0,
         continuation: str | Sequence[int] | None = None,
     ) -> list[Request]:
         """Return one Request per choice, with the checkpoint's defaults filled in.
 
+        images: those of the pads in the prompt, in order, or of the content parts that hold none.
         continuation: the output, if it is given instead of drawn. Raises ValueError unless exactly one of
-        prompt, prompt_token_ids and messages is given, and for an empty prompt, a prompt of max_model_len
-        tokens or more, an id or a parameter out of range, and a grammar that does not compile.
+        prompt, prompt_token_ids and messages is given, and for an empty prompt, images that do not fit it or
+        cannot be read, a prompt of max_model_len tokens or more, an id or a parameter out of range, and a
+        grammar that does not compile.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
         names = [name for name, value in given.items() if value is not None]
@@ -69,13 +79,20 @@ class RequestProcessor:
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         check_priority(priority)
         params = (params or SamplingParams()).with_defaults(self.model_config.generation_defaults)
+        chat, found = messages, _as_list(images)
+        if chat is not None:
+            chat, found = split_chat(_as_chat(chat), found)
+        prepared = prepare_images(found, self.model_config.vision, self.max_images)
         if prompt_token_ids is not None:
             token_ids = self._check_ids("prompt_token_ids", prompt_token_ids)
         else:
             tokenizer = self._require_tokenizer(names[0])
-            text = prompt if prompt is not None else self._render(tokenizer, messages, params)
+            text = prompt if prompt is not None else self._render(tokenizer, chat, params)
             # A tokenizer may have more ids than the checkpoint's vocabulary.
             token_ids = self._check_ids(names[0], tokenizer.encode(text))
+        placed: tuple[PromptImage, ...] = ()
+        if self.model_config.vision is not None:
+            token_ids, placed = place_images(token_ids, prepared, self.model_config.vision)
         if messages is None and params.chat_template_kwargs is not None:
             raise ValueError(
                 "chat_template_kwargs must come with messages, got "
@@ -106,6 +123,7 @@ class RequestProcessor:
                 bad_word_ids=bad_words,
                 # Each choice compiles its own grammar.
                 guide=guide.fork() if guide is not None and index else guide,
+                images=placed,
                 priority=priority,
                 forced_ids=forced_ids,
             )
@@ -135,7 +153,7 @@ class RequestProcessor:
                 f"pass {taken[0]} as a field of its own"
             )
         # Templates test for None where there are no tools.
-        return tokenizer.apply_chat_template(_as_chat(messages), **variables, tools=params.tools or None)
+        return tokenizer.apply_chat_template(messages, **variables, tools=params.tools or None)
 
     def _forced_ids(self, continuation: str | Sequence[int]) -> tuple[int, ...]:
         """Return the ids of a given output. Raises ValueError for one without tokens."""
@@ -225,6 +243,13 @@ def _as_id(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a boolean is not an id")
     return operator.index(value)
+
+
+def _as_list(images: Any) -> list[object]:
+    is_list = images is None or (isinstance(images, Sequence) and not isinstance(images, (str, bytes)))
+    if not is_list:
+        raise ValueError(f"images must be a list, got {quote(images)}; write [image] for one")
+    return list(images or ())
 
 
 def _as_chat(messages: Any) -> list[Mapping[str, Any]]:

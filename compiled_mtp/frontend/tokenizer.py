@@ -270,7 +270,10 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name} must be an object with a role, got {message!r}; add role and content")
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_text_of_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+        parts = [_plain_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
+        # Templates print a list of texts and a text alike; images need the list.
+        has_images = any(part["type"] == "image" for part in parts)
+        content = parts if has_images else "".join(part["text"] for part in parts)
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"{name}.content must be text, got {content!r}; give a string")
     # An assistant's message without content may have tool calls.
@@ -300,14 +303,18 @@ def _plain_call(name: str, call: Any) -> Any:
     return {**call, "function": {**(function or {}), "arguments": parsed}}
 
 
-def _text_of_part(name: str, part: Any) -> str:
+def _plain_part(name: str, part: Any) -> dict[str, str]:
+    """Return a content part as templates read it: a text, or the place of an image."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
+    if kind == "image":
+        return {"type": "image"}
     if kind != "text" or not isinstance(text, str):
         raise ValueError(
-            f"{name} must be of type text, got {kind!r}; send text, since this version takes no other media"
+            f"{name} must be of type text or image, got {kind!r}; send those, since this version takes no "
+            "other media"
         )
-    return text
+    return {"type": "text", "text": text}
 
 
 def _read_config(file: Path) -> dict[str, Any]:

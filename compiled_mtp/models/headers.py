@@ -18,7 +18,7 @@ from compiled_mtp.models.stored_weight import StoredWeight
 _TRUNK_PREFIXES = ("model.language_model.", "model.")
 # The beginnings of names that have no trunk's prefix.
 _UNPREFIXED = ("mtp.", "lm_head.")
-_SKIPPED_PREFIXES = ("model.visual.",)
+_VISUAL_PREFIX = "model.visual."
 _AGAIN = "download it again"
 
 
@@ -80,9 +80,18 @@ def read_headers(root: Path) -> dict[str, Header]:
     return found
 
 
+def read_visual_headers(root: Path) -> dict[str, Header]:
+    """The tensors of the vision tower in the checkpoint folder `root`, by name without their prefix.
+
+    Raises ValueError as `read_headers` does for its files.
+    """
+    found = (header for header in _read_files(root) if is_skipped(header.name))
+    return {header.name.removeprefix(_VISUAL_PREFIX): header for header in found}
+
+
 def is_skipped(name: str) -> bool:
-    """Whether a tensor belongs to a part that is not loaded, the vision tower."""
-    return name.startswith(_SKIPPED_PREFIXES)
+    """Whether a tensor belongs to the vision tower, which `read_headers` leaves out."""
+    return name.startswith(_VISUAL_PREFIX)
 
 
 def without_prefix(name: str) -> str:

@@ -13,6 +13,7 @@ from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.config_keys import FIX, Keys, read_json
 from compiled_mtp.models.family import MODEL_TYPES
 from compiled_mtp.models.stored import as_stored
+from compiled_mtp.models.vision_fields import read_vision
 
 _SAMPLING_KEYS = (
     "temperature",
@@ -25,8 +26,10 @@ _SAMPLING_KEYS = (
 )
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
+def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
     """Read the ModelConfig of a checkpoint folder or a GGUF file.
+
+    max_pixels: the most pixels of an image, for a config with its vision tower; 0 leaves that out.
 
     A folder's config comes from config.json, generation_config.json and the tokenizer's eos, corrected by the
     stored tensors (`as_stored`); a GGUF file's comes from its metadata. Raises ValueError for a directory
@@ -34,6 +37,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
     """
     root = Path(path)
     if root.suffix == ".gguf":
+        rule, remedy = "be 0 for a GGUF file, which holds no vision tower", "start without max_images"
+        check(not max_pixels, "max_images", rule, f"images for {root}", remedy)
         return _read_gguf(root)
     remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
     is_adapter = (root / "adapter_config.json").is_file() and not (root / "config.json").is_file()
@@ -52,6 +57,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
     check(belongs, "text_config.model_type", f"belong to {family.name}", inner, FIX)
     generation = read_json(root / "generation_config.json", optional=True)
     fields = family.read(Keys(text), top) | _sampling_fields(root, top, text, generation)
+    if max_pixels:
+        fields["vision"] = read_vision(root, top, text, fields["rotary_dim"], max_pixels)
     return as_stored(ModelConfig(family=family.name, **fields), root)
 
 

@@ -264,6 +264,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         self.first_key = first_key
+        # The ends of the frequencies that take the row and the column of a token; see `angles_of`.
+        sections = (0, 0, 0) if config.vision is None else config.vision.mrope_section
+        self.row_end, self.column_end = 3 * sections[1], 3 * sections[2]
         hidden, value = config.hidden_size, config.num_q_heads * config.head_dim
         self.qkv = Linear(make.part("qkv"), hidden, config.qkv_dim, may_be_resident=True)
         self.q_norm = make.empty(config.head_dim)
@@ -292,6 +295,8 @@ class Attention(nn.Module):
             self.num_q_heads,
             self.num_kv_heads,
             self.eps,
+            self.row_end,
+            self.column_end,
         )
         return qkv, q
 

@@ -41,7 +41,10 @@ class Embedding(nn.Module):
         """A table, and the rows of it that are the embeddings of `token_ids`.
 
         It is the weight, or where that is packed, the embeddings themselves: no copy of the weight exists.
+        Embeddings [M, hidden_size] in place of ids are a table of their own.
         """
+        if token_ids.is_floating_point():
+            return token_ids, torch.arange(token_ids.shape[0], device=token_ids.device)
         if self.kind is None:
             return self.weight, token_ids
         return self(token_ids), torch.arange(token_ids.shape[0], device=token_ids.device)

@@ -12,8 +12,9 @@ import torch
 class Rows:
     """M rows of B requests; a forward takes one of the two kinds below.
 
-    rotary_positions [M] int64: the position of a row in the rotary embedding. causal_positions [M] int64: the
-    last key that a row reads. In text both are one tensor; the tokens of an image share rotary positions.
+    rotary_positions [M] or [3, M] int64: the position of a row in the rotary embedding, on all axes or on
+    each: time, row and column. causal_positions [M] int64: the last key that a row reads. In a prompt without
+    images all are equal; the tokens of an image have other rotary positions, and so has the text after it.
     slot_mapping [M] int64: the kv_index of a row (block id * block_size + offset), -1 for no write.
     block_table [B, max_blocks] int32, state_index [B] int32.
     start [B] int64: absolute position of a request's first row.
@@ -26,10 +27,15 @@ class Rows:
     state_index: torch.Tensor
     start: torch.Tensor
 
-    def moved(self, positions: torch.Tensor, slot_mapping: torch.Tensor) -> Self:
-        """The same rows at other positions [M] of their requests' texts."""
+    def moved(
+        self, rotary_positions: torch.Tensor, causal_positions: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> Self:
+        """The same rows at other positions of their requests."""
         return replace(
-            self, rotary_positions=positions, causal_positions=positions, slot_mapping=slot_mapping
+            self,
+            rotary_positions=rotary_positions,
+            causal_positions=causal_positions,
+            slot_mapping=slot_mapping,
         )
 
 

@@ -144,7 +144,7 @@ def fingerprint(model: Path, lora: Path | None = None, *, has_files: bool) -> di
         if lora is not None:
             digest.update(read_adapter(lora).key.encode())
     package = Path(__file__).parents[1]
-    folders = [package / name for name in ("cache", "graphs", "models", "ops", "parallel")]
+    folders = [package / name for name in ("cache", "graphs", "models", "ops", "parallel", "vision")]
     return {
         "Python": platform.python_version(),
         "torch": torch.__version__,

@@ -28,9 +28,10 @@ def catch_up(step: Step, state_index: torch.Tensor) -> None:
         block_size=step.kv_cache.block_size,
     )
     entries = (index[:, None].expand(-1, width).flatten(), positions.flatten() % width)
+    flat = positions.flatten()
     rows = DecodeRows(
-        rotary_positions=positions.flatten(),
-        causal_positions=positions.flatten(),
+        rotary_positions=step.rotary_positions(flat, state_index),
+        causal_positions=flat,
         slot_mapping=kv_slots.flatten(),
         block_table=table,
         state_index=state_index,

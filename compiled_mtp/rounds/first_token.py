@@ -122,7 +122,7 @@ def rows_at(
     )
     positions = positions.flatten()
     return DecodeRows(
-        rotary_positions=positions,
+        rotary_positions=step.rotary_positions(positions, state_index),
         causal_positions=positions,
         slot_mapping=slot_mapping.flatten(),
         block_table=block_table,

@@ -39,6 +39,9 @@ from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.spec import WIDE_REQUESTS, EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.step import Step
+from compiled_mtp.vision.encoder import Encoder
+from compiled_mtp.vision.tower import random_tower, weight_bytes
+from compiled_mtp.vision.weights import load_tower
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +53,15 @@ Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Parts(NamedTuple):
-    """What a runner runs on, ready to use; later: loads the programs of further depths, None for none."""
+    """What a runner runs on, ready to use; later: loads the programs of further depths, encoder: runs the
+    vision tower, each None for none."""
 
     memory: MemoryPlan
     step: Step
     programs: Programs
     moves: Moves
     later: LaterDepths | None
+    encoder: Encoder | None
 
 
 def build(
@@ -65,12 +70,14 @@ def build(
     fill: Fill | None = None,
     save_to: Path | None = None,
     memory: MemoryPlan | None = None,
+    tower_path: Path | None = None,
 ) -> Parts:
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
     Every rank calls it with the same arguments, except its own spec. progress, fill and save_to are as in
-    `Runner`. memory: the sizes of an earlier build, None to resolve them from what is free. Raises ValueError
-    for a checkpoint, a machine or a graph_cache that does not fit the config.
+    `Runner`. memory: the sizes of an earlier build, None to resolve them from what is free. tower_path: the
+    checkpoint of the vision tower, None for the model's. Raises ValueError for a checkpoint, a machine or a
+    graph_cache that does not fit the config.
     """
     apply(spec)
     if spec.cache is not None:
@@ -80,6 +87,7 @@ def build(
         key = early_key(spec)
         check_key(spec.cache, stored | key)
     target, draft = _load(spec, progress, fill)
+    encoder = _load_tower(spec, fill, tower_path or spec.config.model)
     if draft is not None:
         allocate = partial(_allocate_draft, spec)
         draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
@@ -113,17 +121,18 @@ def build(
         saved = directory if directory.is_dir() else None
     step = _make_step(spec, memory, target, draft)
     moves = _make_moves(spec, memory, step)
-    programs, later = _make_programs(spec, step, buckets, graph_mode, saved, save_to, progress)
+    programs, later = _make_programs(spec, step, buckets, encoder, graph_mode, saved, save_to, progress)
     if not spec.has_shapes:
         for model in models:
             reach_directly(model)
-    return Parts(memory, step, programs, moves, later)
+    return Parts(memory, step, programs, moves, later, encoder)
 
 
 def _make_programs(
     spec: EngineSpec,
     step: Step,
     buckets: Sequence[Bucket],
+    encoder: Encoder | None,
     graph_mode: GraphMode | None,
     saved: Path | None,
     save_to: Path | None,
@@ -140,6 +149,7 @@ def _make_programs(
         graph_mode=graph_mode,
         plain_depths=() if saved is not None else further,
         communicator=spec.communicator,
+        encoder=encoder,
     )
     # Several ranks load every depth at the start: later each would adopt a program at another step.
     later = further if saved is not None and spec.communicator is None else ()
@@ -183,13 +193,16 @@ def _load(
     spec: EngineSpec, progress: Progress | None, fill: Fill | None
 ) -> tuple[TargetModel, DraftModel | None]:
     if fill is None:
+        vision = spec.model.vision
+        tower = 0 if vision is None else weight_bytes(vision, spec.dtype)
         check_weights(
             spec.model,
             spec.config.model,
             spec.weight_formats,
             spec.dtype,
             with_mtp=spec.mtp_step > 0,
-            free_bytes=_free_bytes(spec),
+            # The vision tower is loaded after the model.
+            free_bytes=_free_bytes(spec) - tower,
             rank=spec.rank,
             world=spec.world,
             prompt_rows=spec.prompt_rows,
@@ -221,6 +234,25 @@ def _load(
             progress=None if progress is None else partial(progress, "weights"),
         )
     return target, draft
+
+
+def _load_tower(spec: EngineSpec, fill: Fill | None, path: Path) -> Encoder | None:
+    """The vision tower, whole on every rank; None for a model without images. With `fill` its weights are
+    random: benchmarks ask for its time alone."""
+    if spec.model.vision is None:
+        return None
+    if fill is None:
+        tower = load_tower(
+            spec.model.vision,
+            path,
+            spec.dtype,
+            spec.device,
+            is_checked=spec.device.type == "cuda" or spec.config.check_weights,
+        )
+    else:
+        tower = random_tower(spec.model.vision, spec.dtype, spec.device)
+    logger.info("%d MiB of vision tower", sum(p.nbytes for p in tower.parameters()) >> 20)
+    return Encoder(tower)
 
 
 def _allocate_draft(spec: EngineSpec, formats: Formats) -> DraftModel:
@@ -271,6 +303,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         memory.max_model_len,
         config.synthetic_acceptance,
         draft_head,
+        has_images=spec.model.vision is not None,
     )
 
 

@@ -17,6 +17,7 @@ from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.spec import EngineSpec
 from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.vision.tower import tower_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +205,7 @@ def resolve_memory(
     other_bytes = draft_head_bytes + SLICE_ROWS * spec.model_shard.vocab_size * _FLOAT32_BYTES
     # The deferred draft inputs.
     other_bytes += (max_batch + SPARE_SLOTS) * (spec.mtp_step + 1) * shape.hidden_bytes
+    other_bytes += vision_bytes(spec)
     offload_bytes = 0
     if not is_cpu:
         other_bytes += staging_bytes(config, shape)
@@ -260,6 +262,7 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
         wide_requests=spec.wide_requests,
         has_lookup=spec.has_lookup,
+        tower=spec.tower,
     )
 
 
@@ -445,6 +448,18 @@ def prefix_tier_bytes(config: EngineConfig, device_type: str, most_bytes: int, w
         return 0
     given = prefix_cache_bytes(config, world)
     return min(_DEFAULT_PREFIX_CACHE_BYTES if given is None else given, most_bytes)
+
+
+def vision_bytes(spec: EngineSpec) -> int:
+    """Bytes of images besides the tower's weights, 0 without images: the tower's peak for the largest image,
+    the features that a prompt chunk reads, with those of an image cut at each end, and prefill's inputs.
+    """
+    vision = spec.model.vision
+    if vision is None:
+        return 0
+    row_bytes = spec.model.hidden_size * spec.dtype.itemsize
+    features = (2 * spec.prefill_chunk + 2 * vision.most_tokens) * row_bytes
+    return tower_bytes(vision, spec.dtype.itemsize) + features
 
 
 def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:

@@ -33,9 +33,11 @@ from compiled_mtp.rounds.logprobs import add_logprobs
 from compiled_mtp.rounds.prefill import prefill
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS, score_rows
 from compiled_mtp.rounds.two_phase import TwoPhaseRound
+from compiled_mtp.runner.image_inputs import ImageInputs
 from compiled_mtp.runner.program_maker import ProgramMaker, Shape
 from compiled_mtp.runner.static_inputs import StaticInputs
 from compiled_mtp.step import Step
+from compiled_mtp.vision.encoder import Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +49,9 @@ class Programs:
     nothing compiles afterwards. Programs that are neither compiled nor captured need no warm-up, and their
     prompts end without padding. With graphs, prompts, first tokens and rounds of plain_depths are captured
     uncompiled. A round runs in one of `buckets`. All buckets of a depth with two requests or more share a
-    program, except with a communicator, which needs the number of rows. The phases of two-phase rounds are
-    not compiled; with graphs each is captured after its first run, so the start takes no longer.
+    program, except with a communicator, which needs the number of rows. encoder: holds the features of
+    prompts' images, None for a step without images. The phases of two-phase rounds are not compiled; with
+    graphs each is captured after its first run, so the start takes no longer.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Programs:
         graph_mode: GraphMode | None,
         plain_depths: Collection[int] = (),
         communicator: Communicator | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         self.step = step
         self.buckets = tuple(buckets)
@@ -84,6 +88,12 @@ class Programs:
         narrow = {size for size in sizes if step.has_own_head(size)}
         self._sharing = sharing((narrow or sizes) if communicator is None else ())
         self.inputs = StaticInputs(self.device, sizes, self.lengths, self.most_prompt_chunks)
+        like = step.slots.last_hidden
+        self.images = (
+            None
+            if encoder is None
+            else ImageInputs(encoder, self.lengths, like.shape[1], like.dtype, self.device)
+        )
         self.two_phase = TwoPhaseRound(step)
         # Slots and shape of the round whose first phase has run and whose second phase has not.
         self._verified: tuple[tuple[int, ...], RoundShape] | None = None
@@ -222,7 +232,8 @@ class Programs:
             rows, count = max(end, least), len(prompt_chunks)
         tokens = self.inputs.write_tokens(length, rows, prompt_chunks, first_rows)
         table = self.inputs.write_prompt_chunks(count, slots, prompt_chunks, first_rows, end)
-        hidden = self._prefill[length](tokens, table)
+        images = () if self.images is None else self.images.write(rows, slots, prompt_chunks, first_rows)
+        hidden = self._prefill[length](tokens, table, *images)
         next_ids = prompt_chunks[0].next_ids
         if not next_ids:
             return None
@@ -341,6 +352,7 @@ class Programs:
             chunk = (
                 inputs.token_ids[length],
                 inputs.prompt_chunks[prompt_chunk_limit(length, self.max_batch)],
+                *(() if self.images is None else self.images.of(length)),
             )
             yield Shape(None, f"prefill_{length}", prefill, chunk, self._prefill, length)
         for bucket in sorted(self.buckets, reverse=True):

@@ -16,7 +16,7 @@ import torch
 
 from compiled_mtp.errors import check
 from compiled_mtp.ops.row_logprobs import RowLogprobs as DeviceRowLogprobs
-from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import Release, RowLogprobs, StepPlan, StepResult
 from compiled_mtp.request import RoutedExperts
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build, make_buckets
@@ -57,11 +57,14 @@ class Runner:
         save_to: Path | None = None,
     ) -> None:
         self.spec = spec
-        self.memory, self.step, self.programs, self.moves, self.later = build(spec, progress, fill, save_to)
+        parts = build(spec, progress, fill, save_to)
+        self.memory, self.step, self.programs, self.moves, self.later, self.encoder = parts
         self._progress, self._fill = progress, fill
         self.waited_s = 0.0
         # Plans whose launch has succeeded so far.
         self.num_launched = 0
+        # Images that the vision tower has encoded so far.
+        self.num_encoded = 0
         self._is_wait_due = False
         # Launches whose results are unread, with the ids of their failed copies.
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
@@ -131,6 +134,8 @@ class Runner:
         """Forget every launch and all that an interrupted launch may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
+        if self.encoder is not None:
+            self.encoder.clear()
         self.programs.forget_batches()
         # If the wait is interrupted, `run` waits before the next launch: copies may still write to memory
         # that other requests own by then.
@@ -161,6 +166,7 @@ class Runner:
         self.programs.drop()
         self._free_buffers.clear()
         self.later = None
+        self.encoder = None
         del self.step, self.programs, self.moves
         gc.collect()
         if self.spec.device.type == "cuda":
@@ -175,9 +181,9 @@ class Runner:
         config = self.spec.config if path is None else self.spec.config.model_copy(update={"model": path})
         fill = self._fill if path is None else None
         spec = replace(self.spec, config=config)
-        _, self.step, self.programs, self.moves, self.later = build(
-            spec, self._progress, fill, memory=self.memory
-        )
+        # Updates replace no weight of the vision tower.
+        parts = build(spec, self._progress, fill, memory=self.memory, tower_path=self.spec.config.model)
+        _, self.step, self.programs, self.moves, self.later, self.encoder = parts
 
     @property
     def is_asleep(self) -> bool:
@@ -208,6 +214,8 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> tuple[_HostBuffer, tuple[int, ...]]:
         failed = self.moves.carry_out(plan)
+        if self.encoder is not None:
+            self.encoder.release({move.slot for move in plan.moves if isinstance(move, Release)})
         output = self._start(plan)
         self.moves.save(plan)
         return self._fetch(output), failed
@@ -219,8 +227,15 @@ class Runner:
             programs.catch_up(plan.slots)
         if plan.kind == "decode":
             return programs.decode(plan.slots, plan.shape)
+        if plan.kind == "encode":
+            assert self.encoder is not None
+            assert plan.encoded is not None
+            self.encoder.encode(plan.slots[0], plan.encoded)
+            self.num_encoded += plan.encoded.end_layer == self.encoder.tower.config.depth
+            return None
         if plan.kind == "prefill":
             scored = programs.prefill(plan.slots, plan.prompt_chunks)
+            self._drop_features(plan)
             ended = [plan.slots[index] for index in plan.ended]
             output = programs.first_token(ended, plan.shape.chain) if ended else None
             if scored is None:
@@ -240,6 +255,12 @@ class Runner:
         if plan.kind == "verify":
             programs.verify(plan.slots, plan.shape)
         return None
+
+    def _drop_features(self, plan: StepPlan) -> None:
+        """Free the features that a planned prefill has read."""
+        if self.encoder is not None:
+            for slot, prompt_chunk in zip(plan.slots, plan.prompt_chunks, strict=True):
+                self.encoder.drop_used(slot, prompt_chunk.start + len(prompt_chunk.token_ids))
 
     def _upload_masks(self, plan: StepPlan) -> torch.Tensor | None:
         """The masks of a plan on the device; None for a plan without masks."""

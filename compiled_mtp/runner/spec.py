@@ -25,6 +25,7 @@ from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.ops.window import MAX_DRAFTS
+from compiled_mtp.scheduler.limits import TowerCost
 from compiled_mtp.spec.depth import first_depth
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,22 @@ class EngineSpec:
         if self.config.mtp_step != "auto" or not self.is_compiled:
             return ()
         return tuple(depth for depth in depths if depth != first_depth(depths))
+
+    @property
+    def tower(self) -> TowerCost | None:
+        """What a slice of the vision tower may cost: as much as a prompt chunk while rounds wait."""
+        vision = self.model.vision
+        if vision is None:
+            return None
+        size = vision.hidden_size
+        return TowerCost(
+            depth=vision.depth,
+            patches=vision.merge_size**2,
+            per_patch=4 * size**2 + 2 * size * vision.intermediate_size,
+            # Scores and sums; attention runs at about half the speed of products.
+            per_pair=2 * 2 * size,
+            most=self.busy_chunk * self.model_shard.active_weights,
+        )
 
     @property
     def rank(self) -> int:

@@ -39,6 +39,10 @@ class Admission:
         # A launch has one snapshot offset. If another prompt takes it, this prompt ends a chunk at each of
         # its two snapshot positions: up to two chunks more.
         chunks = -(-scheduled.request.prompt_len // chunk) + 2 if is_waiting else 0
+        if is_waiting and limits.tower is not None:
+            # So do rounds and slices of the vision tower.
+            images = scheduled.request.images
+            chunks += sum(limits.tower.count_slices(image.span.num_tokens) for image in images)
         rows = (limits.max_in_flight + 2 + chunks) * (limits.max_drafts + 1)
         needed = max(needed, self._blocks_soon(scheduled, self.tokens_ahead + rows) - shared)
         for other in others:

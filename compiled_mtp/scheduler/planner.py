@@ -1,4 +1,5 @@
-"""Plans the next launch: prompt chunks, one decode round or one phase of it, or copies alone.
+"""Plans the next launch: a slice of the vision tower, prompt chunks, one decode round or one phase of it, or
+copies alone.
 
 While both prompts and rounds wait, their launches alternate, so prompts delay decoding by one launch per
 round. Results may arrive `max_in_flight` launches late: a plan depends only on what is certain, and reserves
@@ -19,7 +20,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
-from compiled_mtp.plan import BlockUpdate, Copy, Location, Move, PlanKind, PromptChunk, StepPlan
+from compiled_mtp.plan import (
+    BlockUpdate,
+    Copy,
+    EncodeSlice,
+    Location,
+    Move,
+    PlanKind,
+    PromptChunk,
+    StepPlan,
+)
 from compiled_mtp.request import Request, new_tuple
 from compiled_mtp.scheduler.admission import Admission
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -381,6 +391,9 @@ class Planner:
         has_round = self._open_round is not None or bool(self.decoding_slots)
         most = self.limits.busy_chunk if has_round else 0
         most = most or self.limits.prefill_chunk
+        first = self.prompts.members[0]
+        if (encoded := self.prompts.next_slice(most)) is not None:
+            return self._make_plan("encode", (first.slot,), (first.generation,), encoded=encoded)
         launch = self.prompts.plan(most, self.max_prompt_chunks, self._admit_beside)
         self._block_updates += launch.block_updates
         for scheduled in launch.ended:
@@ -505,6 +518,7 @@ class Planner:
         wants_drafts: bool = False,
         is_given: bool = False,
         saves: tuple[Copy, ...] = (),
+        encoded: EncodeSlice | None = None,
     ) -> StepPlan:
         self._restore_install()
         evictions = self._plan_evictions()
@@ -529,6 +543,7 @@ class Planner:
             wants_drafts=wants_drafts,
             is_given=is_given,
             saves=saves,
+            encoded=encoded,
         )
 
     def _restore_install(self) -> None:

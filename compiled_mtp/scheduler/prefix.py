@@ -297,7 +297,13 @@ class PrefixCache:
             keys: list[bytes] = []
             last = request.prompt_len if self.index.num_snapshots else 0
             for end in range(self.chunk, last + 1, self.chunk):
-                before = chain_key(before, request.prompt_token_ids[end - self.chunk : end])
+                start = end - self.chunk
+                images = [
+                    one.span.start.to_bytes(8, "little") + one.digest
+                    for one in request.images
+                    if one.span.start < end and one.span.end > start
+                ]
+                before = chain_key(before, request.prompt_token_ids[start:end], images)
                 keys.append(before)
             # Set at once: an interrupt must not leave some of the keys in a waiting request.
             scheduled.prefix_keys = keys

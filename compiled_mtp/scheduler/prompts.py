@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from compiled_mtp.graphs.buckets import lay_out
-from compiled_mtp.plan import Admit, BlockUpdate, Copy, Location, Move, PromptChunk
+from compiled_mtp.plan import Admit, BlockUpdate, Copy, EncodeSlice, Location, Move, PromptChunk
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest, block_table_row
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
@@ -86,7 +86,32 @@ class Prompts:
         prefix, request = self._resources.prefix, scheduled.request
         if request.wants_prompt_logprobs or prefix.is_coming(scheduled):
             return False
-        return request.prompt_len - prefix.predict_start(scheduled) <= num_rows
+        start = prefix.predict_start(scheduled)
+        # Images are encoded for the first prompt alone.
+        return request.prompt_len - start <= num_rows and not _has_images(scheduled, start)
+
+    def next_slice(self, most: int) -> EncodeSlice | None:
+        """Return the next slice of the vision tower that a launch of `most` rows waits for; None for none.
+
+        It belongs to the first prompt.
+        """
+        scheduled, tower = self.members[0], self._resources.limits.tower
+        end = min(scheduled.num_prefilled + most, scheduled.request.prompt_len)
+        for number, image in enumerate(scheduled.request.images):
+            # Nothing reads the features of an image that the prefix cache holds whole.
+            if number < scheduled.num_encoded or image.span.end <= scheduled.num_prefilled:
+                continue
+            if image.span.start >= end:
+                return None
+            assert tower is not None, "an engine without images has accepted one"
+            first = scheduled.next_layer
+            last = min(first + tower.slice_layers(image.span.num_tokens), tower.depth)
+            if last == tower.depth:
+                scheduled.num_encoded, scheduled.next_layer = number + 1, 0
+            else:
+                scheduled.next_layer = last
+            return EncodeSlice(number, image.span, first, last, b"" if first else image.pixels)
+        return None
 
     def plan(self, most: int, max_prompt_chunks: int, admit: Admitter) -> Launch:
         """Choose the chunks of a launch of at most `most` rows; requests from `admit` become members."""
@@ -116,6 +141,7 @@ class Prompts:
             return admit(num_rows)
         scheduled = self.members[count]
         is_alone = scheduled.request.wants_prompt_logprobs
+        is_alone = is_alone or _has_images(scheduled, scheduled.num_prefilled)
         num_left = scheduled.request.prompt_len - scheduled.num_prefilled
         return scheduled if num_left <= num_rows and not is_alone else None
 
@@ -148,14 +174,23 @@ class Prompts:
         launch.members.append(scheduled)
         snapshot_offset = inner - start if inner else 0
         launch.prompt_chunks.append(
-            PromptChunk(token_ids, start, request.prompt_len, is_last, tuple(next_ids), snapshot_offset)
+            PromptChunk(
+                token_ids,
+                start,
+                request.prompt_len,
+                is_last,
+                tuple(next_ids),
+                snapshot_offset,
+                tuple(image.span for image in request.images if image.span.start < end),
+            )
         )
 
     def _start_slot(self, scheduled: ScheduledRequest) -> list[Move]:
         """Return the moves of a request's first plan: its parameters, and the state of its cached prefix."""
         request = scheduled.request
         text = tuple(request.prompt_token_ids) if self._resources.limits.has_lookup else ()
-        moves: list[Move] = [Admit(scheduled.slot, slot_sampling(request), text)]
+        admit = Admit(scheduled.slot, slot_sampling(request), text=text, rotary_delta=request.rotary_delta)
+        moves: list[Move] = [admit]
         if (resumption := scheduled.resumption) is not None:
             slot = Location("slot", scheduled.slot)
             pairs = tuple(
@@ -182,3 +217,8 @@ class Prompts:
     ) -> Copy:
         """Return a copy with a new number."""
         return Copy(next(self._copy_ids), source, target, blocks, has_rows)
+
+
+def _has_images(scheduled: ScheduledRequest, start: int) -> bool:
+    """Return whether an image of the prompt reaches beyond position `start`."""
+    return any(image.span.end > start for image in scheduled.request.images)

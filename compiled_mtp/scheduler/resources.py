@@ -41,9 +41,10 @@ class ScheduledRequest:
     is_first_token_due: its first token is planned, and the result not read. is_in_open_round: the verify of
     its two-phase round is planned, and the accept not. drafts: those of its next round, if its grammar or its
     caller needs them. has_text_drafts: the last launch that was read left it with looked-up drafts.
-    num_deferred: its deferred draft inputs, one for each round without drafts. transfer: its move in
-    progress. replay: the recomputation of its tokens. known: the tokens that its rounds verify as drafts,
-    given ones or those of the replay.
+    num_deferred: its deferred draft inputs, one for each round without drafts. num_encoded: images of its
+    prompt whose features are planned or cached; next_layer: of the next image, the next layer of the vision
+    tower. transfer: its move in progress. replay: the recomputation of its tokens. known: the tokens that its
+    rounds verify as drafts, given ones or those of the replay.
     """
 
     request: Request
@@ -64,6 +65,8 @@ class ScheduledRequest:
     drafts: Sequence[int] = ()
     has_text_drafts: bool = False
     num_deferred: int = 0
+    num_encoded: int = 0
+    next_layer: int = 0
     transfer: Transfer | None = None
     replay: Replay | None = None
     known: KnownTokens | None = None
@@ -102,6 +105,7 @@ class ScheduledRequest:
         self.slot, self.block_ids, self.num_prefilled = 0, [], 0
         self.is_installed = self.is_first_token_due = False
         self.drafts, self.has_text_drafts, self.num_deferred = (), False, 0
+        self.forget_features()
         emitted, forced = tuple(self.request.output_token_ids), self.request.forced_ids
         self.replay = Replay(emitted) if emitted else None
         self.known = KnownTokens(forced or emitted) if forced or emitted else None
@@ -111,6 +115,10 @@ class ScheduledRequest:
         self.replay = None
         if not self.request.forced_ids:
             self.known = None
+
+    def forget_features(self) -> None:
+        """Encode its images anew: the device has freed their features."""
+        self.num_encoded = self.next_layer = 0
 
     @property
     def location(self) -> Location | None:
@@ -329,6 +337,10 @@ class Resources:
         }
         installed |= {t.target.number for _, t in self._copied_to_slots() if t.copy_id not in next_copy_ids}
         self._pending_releases = [slot for slot in self._all_slots() if slot not in installed]
+        for slot in self._pending_releases:
+            # A release frees the features of an owner that no prompt chunk has installed.
+            if slot in self.owners:
+                self.owners[slot].forget_features()
 
     def all_block_updates(self) -> list[BlockUpdate]:
         """Return the block-table entries of all requests that are installed in a slot or copied to one."""

@@ -35,6 +35,35 @@ class TextBlock(Body):
     citations: Ignored = None
 
 
+class Base64Source(Body):
+    """The bytes of an image's file, in base64."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(Body):
+    """The address of an image, if the operator allows it."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Body):
+    """An image of the user, or of a tool's result."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    cache_control: Ignored = None
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the image as chat templates read it."""
+        source = self.source
+        url = source.url if isinstance(source, UrlSource) else f"data:image/*;base64,{source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
 class ThinkingBlock(Body):
     """Reasoning of the assistant; signatures are not checked."""
 
@@ -59,12 +88,14 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
     is_error: Ignored = None
     cache_control: Ignored = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 
 
 class InputMessage(Body):
@@ -238,7 +269,7 @@ class AnthropicHandlers:
         has_tools = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
         if has_tools:
             variables["tools"] = [_to_function(tool) for tool in body.tools or ()]
-        return await self._service.prompts.render(to_template(body), variables)
+        return await self._service.render(to_template(body), variables)
 
 
 def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
@@ -393,21 +424,39 @@ def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _user(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
-            content = _text_of(block.content or "")
+            content = _content_of(block.content or "")
             found.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
-        elif isinstance(block, TextBlock):
-            if found and found[-1]["role"] == role:
-                found[-1]["content"] += block.text
-            else:
-                found.append({"role": role, "content": block.text})
+        elif isinstance(block, (TextBlock, ImageBlock)):
+            if not found or found[-1]["role"] != role:
+                found.append({"role": role, "content": ""})
+            found[-1]["content"] = _with_block(found[-1]["content"], block)
         else:
             raise ApiError(
                 400, f"messages must have {block.type} in assistant turns only; move it", param="messages"
             )
     return found
+
+
+def _with_block(content: Any, block: TextBlock | ImageBlock) -> Any:
+    """Return a message's content, a text or a list of parts, with one block more; images make it a list."""
+    if isinstance(block, TextBlock) and isinstance(content, str):
+        return content + block.text
+    before = [{"type": "text", "text": content}] if isinstance(content, str) and content else content or []
+    part = {"type": "text", "text": block.text} if isinstance(block, TextBlock) else block.to_template()
+    return [*before, part]
+
+
+def _content_of(content: str | Sequence[TextBlock | ImageBlock]) -> Any:
+    """Return a tool's result: a text, or with images a list of parts."""
+    if isinstance(content, str) or all(isinstance(block, TextBlock) for block in content):
+        return _text_of(content)  # type: ignore[arg-type]
+    parts: Any = ""
+    for block in content:
+        parts = _with_block(parts, block)
+    return parts
 
 
 def _text_of(content: str | Sequence[TextBlock]) -> str:

@@ -82,6 +82,16 @@ class ServerConfig(BaseSettings):
     prompt_workers: int = Field(default=2, ge=1, le=16, description="processes that render and tokenise")
     prompt_timeout_s: float = Field(default=10.0, gt=0, description="seconds to render and tokenise a prompt")
     max_prompt_chars: int = Field(default=4 * 2**20, ge=1, description="characters of a rendered prompt")
+    allow_media_urls: _Names = Field(
+        default=(),
+        description="hosts, separated by commas, from which images are fetched by http and https addresses; "
+        "default: none, images come in the request alone",
+    )
+    media_root: Path | None = Field(
+        default=None, description="directory whose images file addresses may name; default: none"
+    )
+    max_media_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of an image that is fetched")
+    media_timeout_s: float = Field(default=10.0, gt=0, description="seconds to fetch an image")
     max_choices: int = Field(default=32, ge=1, description="prompts times n of a request")
     max_stops: int = Field(default=16, ge=0, description="stop strings of a request")
     max_stop_chars: int = Field(default=256, ge=1, description="characters of a stop string")

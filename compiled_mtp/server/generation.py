@@ -21,11 +21,12 @@ from compiled_mtp.sampling.parameter_checks import MAX_BAD_WORDS, REFUSED
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.errors import ApiError, param_of, refusal
 from compiled_mtp.server.fields import UNKNOWN_FIELD, UNREAD_FIELD
+from compiled_mtp.server.media import MediaLoader
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import Prompt, PromptPool
 from compiled_mtp.server.tool_calls import CallForm, OutputParser
 
-_BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+_BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -50,7 +51,7 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers share: the engine, the prompt pool, and the model's properties.
+    """What the handlers share: the engine, the prompt pool, the loader of images, and the model's properties.
 
     names[0] is the model's own name, the others are aliases. call_form None: the chat template takes no
     tools.
@@ -58,10 +59,12 @@ class Service:
 
     engine: ServedEngine
     prompts: PromptPool
+    media: MediaLoader
     tokenizer: Tokenizer
     config: ServerConfig
     names: tuple[str, ...]
     max_model_len: int
+    max_images: int
     call_form: CallForm | None
     reasoning: ReasoningTokens | None
     metrics: Metrics
@@ -95,6 +98,10 @@ class Service:
                 param="tools",
             )
 
+    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Prompt:
+        """Return a chat's token ids and images; `variables` go to its template. Raises ApiError."""
+        return await self.prompts.render(await self.media.load(messages), variables)
+
     async def start(
         self,
         prompts: Sequence[Prompt],
@@ -127,6 +134,7 @@ class Service:
             return await self.engine.add_all(
                 [
                     {"prompt_token_ids": prompt.token_ids, "params": params, "priority": priority or 0}
+                    | ({"images": prompt.images} if prompt.images else {})
                     for prompt in prompts
                 ]
             )

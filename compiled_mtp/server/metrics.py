@@ -54,6 +54,8 @@ class Metrics(Collector):
         self._output_tokens = 0
         self._cached_tokens = 0
         self._drafted = self._lookup_drafted = self._lookup_accepted = 0
+        # Of requests with images alone.
+        self._image_drafted = self._image_accepted = 0
         self._accepted: list[int] = []
         self._finished: Counter[str] = Counter()
         self._responses: Counter[tuple[str, int]] = Counter()
@@ -126,6 +128,12 @@ class Metrics(Collector):
             CounterMetricFamily(
                 name("lookup_accepted_tokens"), "accepted drafts from the text", self._lookup_accepted
             ),
+            CounterMetricFamily(
+                name("image_drafted_tokens"), "drafts of finished requests with images", self._image_drafted
+            ),
+            CounterMetricFamily(
+                name("image_accepted_tokens"), "accepted drafts of those", self._image_accepted
+            ),
             self._first_token_s.family(
                 name("time_to_first_token_seconds"), "from arrival to the first token"
             ),
@@ -177,6 +185,9 @@ class Metrics(Collector):
         self._accepted += [0] * (len(accepted) - len(self._accepted))
         for index, count in enumerate(accepted):
             self._accepted[index] += count
+        if metrics.image_tokens:
+            self._image_drafted += sum(metrics.drafted_by_index)
+            self._image_accepted += sum(accepted)
 
 
 def _labelled(name: str, text: str, label: str, values: object) -> CounterMetricFamily:

@@ -110,6 +110,7 @@ class OpenAIHandlers:
                 "owned_by": "compiled-mtp",
                 "root": service.names[0],
                 "max_model_len": service.max_model_len,
+                "max_images": service.max_images,
             }
             for name in service.names
         ]
@@ -213,7 +214,7 @@ class OpenAIHandlers:
         variables = check_template_kwargs(self._service.config, kwargs)
         if tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-        return await self._service.prompts.render(to_template(messages), variables)
+        return await self._service.render(to_template(messages), variables)
 
     def _chat_params(self, body: ChatBody) -> SamplingParams:
         if body.top_logprobs and not body.logprobs:
@@ -467,7 +468,7 @@ def to_template(messages: Iterable[Message]) -> list[dict[str, Any]]:
         if message.reasoning is not None:
             fields.setdefault("reasoning_content", message.reasoning)
         if isinstance(message.content, list):
-            fields["content"] = [{"type": "text", "text": part.text} for part in message.content]
+            fields["content"] = [part.to_template() for part in message.content]
         fields["role"] = "system" if message.role == "developer" else message.role
         if message.tool_calls is not None:
             fields["tool_calls"] = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Unread
@@ -155,23 +155,60 @@ class ToolCall(Body):
     index: Ignored = None
 
 
+# input_text and output_text are the Responses API's types of text.
+_TEXT_KINDS = ("text", "input_text", "output_text")
+# input_image is the Responses API's.
+_IMAGE_KINDS = ("image_url", "input_image")
+
+
+def _as_image_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
 def _check_kind(kind: str) -> str:
-    # input_text and output_text are the Responses API's types of text.
-    if kind not in ("text", "input_text", "output_text"):
-        context = {"rule": "be text", "remedy": "images and other media are not in this version"}
-        raise PydanticCustomError(UNREAD_FIELD, "must be text", context)
+    if kind not in (*_TEXT_KINDS, *_IMAGE_KINDS):
+        context = {"rule": "be text or image_url", "remedy": "other media are not in this version"}
+        raise PydanticCustomError(UNREAD_FIELD, "must be text or image_url", context)
     return kind
 
 
+class ImageUrl(Body):
+    """An image: a data URI in base64, or an address that the operator allows."""
+
+    url: str
+    detail: Ignored = None
+
+
 class ContentPart(Body):
-    """A part of a message's text."""
+    """A part of a message: a text or an image."""
 
     type: Annotated[str, AfterValidator(_check_kind)]
-    text: str
+    text: str | None = None
+    image_url: Annotated[ImageUrl | None, BeforeValidator(_as_image_url)] = None
+    detail: Ignored = None
     annotations: Ignored = None
     cache_control: Ignored = None
     logprobs: Ignored = None
     prompt_cache_breakpoint: Ignored = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        name = "text" if self.type in _TEXT_KINDS else "image_url"
+        if getattr(self, name) is None:
+            context = {"rule": f"have a field {name}", "remedy": "add it"}
+            raise PydanticCustomError(UNREAD_FIELD, f"must have {name}", context)
+        return self
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the part is an image."""
+        return self.type in _IMAGE_KINDS
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the part as chat templates read it."""
+        if not self.is_image or self.image_url is None:
+            return {"type": "text", "text": self.text}
+        return {"type": "image_url", "image_url": {"url": self.image_url.url}}
 
 
 class Message(Body):

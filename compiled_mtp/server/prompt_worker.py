@@ -6,36 +6,91 @@ JSON. Imports neither torch nor FastAPI.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from compiled_mtp.frontend.image_prompts import place_images, prepare_images, split_chat
 from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.model_config import VisionConfig
+from compiled_mtp.vision.images import PreparedImage
 
 # Address space of the process, with Python and the tokenizer.
 _MEMORY_BYTES = 8 * 2**30
 
 
-def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
-    """Return {"ids": token ids} of one job: {"text"} or {"messages", "variables"}.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most characters of a rendered prompt, and what images are made into; None and 0 refuse them."""
 
-    Raises ValueError if the tokenizer or the template refuses the job, or its text has more than `max_chars`
-    characters.
+    max_chars: int
+    vision: VisionConfig | None = None
+    max_images: int = 0
+
+    def to_json(self) -> str:
+        """The text that `read_limits` reads."""
+        return json.dumps(asdict(self))
+
+
+def read_limits(text: str) -> Limits:
+    """Read what `Limits.to_json` wrote."""
+    values: dict[str, Any] = json.loads(text)
+    if values["vision"] is not None:
+        fields = values["vision"].items()
+        # JSON has no tuples.
+        own: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields
+        }
+        values["vision"] = VisionConfig(**own)
+    return Limits(**values)
+
+
+def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """Return {"ids": token ids, "images": [...]} of one job: {"text"} or {"messages", "variables"}.
+
+    The ids have all pads of the images, which are decoded here, in a process that may be killed. Raises
+    ValueError if the tokenizer or the template refuses the job, its text has more than `max_chars`
+    characters, or an image cannot be read.
     """
-    is_chat = "messages" in job
-    text = tokenizer.apply_chat_template(job["messages"], **job["variables"]) if is_chat else str(job["text"])
-    if len(text) > max_chars:
+    is_chat, images = "messages" in job, list[PreparedImage]()
+    if is_chat:
+        messages, found = split_chat(job["messages"], ())
+        images = prepare_images(found, limits.vision, limits.max_images)
+        text = tokenizer.apply_chat_template(messages, **job["variables"])
+    else:
+        text = str(job["text"])
+    if len(text) > limits.max_chars:
         raise ValueError(
-            f"{'messages' if is_chat else 'prompt'} must have at most {max_chars} characters, got "
+            f"{'messages' if is_chat else 'prompt'} must have at most {limits.max_chars} characters, got "
             f"{len(text)}; shorten it"
         )
-    return {"ids": tokenizer.encode(text)}
+    ids = tokenizer.encode(text)
+    if limits.vision is not None:
+        ids, _ = place_images(ids, images, limits.vision)
+    return {"ids": ids, "images": [_to_json(image) for image in images]}
 
 
-def main(path: str, max_chars: int, chat_template: str) -> None:
+def _to_json(image: PreparedImage) -> dict[str, Any]:
+    return {
+        "rows": image.rows,
+        "columns": image.columns,
+        "pixels": base64.b64encode(image.pixels).decode(),
+        "digest": image.digest.hex(),
+    }
+
+
+def read_image(fields: Mapping[str, Any]) -> PreparedImage:
+    """Read an image of a job's answer."""
+    pixels, digest = base64.b64decode(fields["pixels"]), bytes.fromhex(fields["digest"])
+    return PreparedImage(fields["rows"], fields["columns"], pixels, digest)
+
+
+def main(path: str, limits: Limits, chat_template: str) -> None:
     """Answer jobs until standard input ends. chat_template: as of `Tokenizer`, "" for None."""
     _limit_memory()
     source, sink = sys.stdin.buffer, sys.stdout.buffer
@@ -43,7 +98,7 @@ def main(path: str, max_chars: int, chat_template: str) -> None:
     _write(sink, {"ready": True})
     while (frame := _read(source)) is not None:
         try:
-            answer = prepare(tokenizer, json.loads(frame), max_chars)
+            answer = prepare(tokenizer, json.loads(frame), limits)
         except ValueError as error:
             answer = {"error": str(error)[:4000]}
         except (MemoryError, RecursionError) as error:

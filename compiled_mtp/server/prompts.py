@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.server.errors import ApiError
+from compiled_mtp.server.prompt_worker import Limits, read_image
+from compiled_mtp.vision.images import PreparedImage
 
 logger = logging.getLogger("compiled_mtp.server")
 
@@ -21,20 +23,22 @@ _START_TIMEOUT_S = 120.0
 _ROOT = Path(__file__).parents[2]
 _CODE = (
     f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
-    "from compiled_mtp.server.prompt_worker import main; main(sys.argv[1], int(sys.argv[2]), sys.argv[3])"
+    "from compiled_mtp.server.prompt_worker import main, read_limits; "
+    "main(sys.argv[1], read_limits(sys.argv[2]), sys.argv[3])"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The token ids of a text or a chat."""
+    """The token ids of a text or a chat, with all pads of its images."""
 
     token_ids: list[int]
+    images: tuple[PreparedImage, ...] = ()
 
 
 class PromptPool:
-    """`num_workers` processes that render and tokenise with the tokenizer of the checkpoint at `path`, and
-    with the chat template of the file `chat_template` instead of the checkpoint's, if it is given.
+    """`num_workers` processes that render, tokenise and decode images, for the checkpoint at `path`, and with
+    the chat template of the file `chat_template` instead of the checkpoint's, if it is given.
 
     Used from one event loop. If a job takes more than `timeout_s` seconds, the pool kills its process and
     starts another. At most `max_waiting` jobs wait for a process.
@@ -46,14 +50,14 @@ class PromptPool:
         *,
         num_workers: int,
         timeout_s: float,
-        max_chars: int,
+        limits: Limits,
         max_waiting: int = 128,
         chat_template: Path | None = None,
     ) -> None:
         self._path = path
         self._chat_template = chat_template
         self._timeout_s = timeout_s
-        self._max_chars = max_chars
+        self._limits = limits
         self.max_waiting = max_waiting
         self._num_workers = num_workers
         # None: a process that could not be started again.
@@ -84,7 +88,8 @@ class PromptPool:
         return await self._run({"text": text})
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Prompt:
-        """Return the token ids of a chat; `variables` go to its template. Raises as `encode` does."""
+        """Return the token ids and the images of a chat, whose images are data URIs; `variables` go to its
+        template. Raises as `encode` does."""
         return await self._run({"messages": list(messages), "variables": dict(variables)})
 
     async def _run(self, job: Mapping[str, Any]) -> Prompt:
@@ -107,7 +112,7 @@ class PromptPool:
             self._num_jobs -= 1
         if "error" in answer:
             raise ApiError(400, answer["error"], param="messages" if "messages" in job else "prompt")
-        return Prompt(answer["ids"])
+        return Prompt(answer["ids"], tuple(map(read_image, answer["images"])))
 
     async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
         """Return one job's answer; afterwards the worker, or its replacement, is idle again."""
@@ -162,7 +167,7 @@ class PromptPool:
             "-c",
             _CODE,
             str(self._path),
-            str(self._max_chars),
+            self._limits.to_json(),
             "" if self._chat_template is None else str(self._chat_template),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

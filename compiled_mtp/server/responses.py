@@ -199,7 +199,7 @@ class ResponsesHandlers:
             variables["enable_thinking"] = effort != "none"
         if has_tools:
             variables["tools"] = _to_functions(body.tools or ())
-        return await self._service.prompts.render(with_instructions(body.instructions, messages), variables)
+        return await self._service.render(with_instructions(body.instructions, messages), variables)
 
 
 async def _read(builder: ResponseBuilder, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> None:
@@ -226,13 +226,14 @@ def to_template(items: Sequence[Item]) -> list[dict[str, Any]]:
             call = {"id": item.call_id, "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         elif isinstance(item, CallOutputItem):
-            content = _text_of(item.output)
+            content = _content_of(item.output)
             messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
         elif isinstance(item, MessageItem) and item.role == "assistant":
             assistant("content", "tool_calls")["content"] = _text_of(item.content)
         elif isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text_of(item.content)})
+            content = _content_of(item.content) if role == "user" else _text_of(item.content)
+            messages.append({"role": role, "content": content})
         else:
             thought = "".join(part.text for part in item.content or item.summary or ())
             assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
@@ -253,7 +254,25 @@ def with_instructions(
 def _text_of(content: str | Sequence[ContentPart | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+    texts = []
+    for part in content:
+        text = part.refusal if isinstance(part, RefusalPart) else part.text
+        if text is None:
+            raise ApiError(
+                400, "input must have images in user turns and results only; move it", param="input"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _content_of(content: str | Sequence[ContentPart | RefusalPart]) -> str | list[dict[str, Any]]:
+    """Return the content of a turn that may have images: a text, or with images a list of parts."""
+    if isinstance(content, str) or not any(isinstance(p, ContentPart) and p.is_image for p in content):
+        return _text_of(content)
+    return [
+        part.to_template() if isinstance(part, ContentPart) else {"type": "text", "text": part.refusal}
+        for part in content
+    ]
 
 
 def functions_of(tools: Sequence[AnyTool]) -> dict[str, FunctionTool]:

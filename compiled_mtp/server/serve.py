@@ -24,13 +24,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.frontend.hub import is_repository
+from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.reasoning import find_reasoning
 from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import ServedEngine, Service
 from compiled_mtp.server.log import start_log
+from compiled_mtp.server.media import MediaLoader
 from compiled_mtp.server.metrics import Metrics
+from compiled_mtp.server.prompt_worker import Limits
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.terminal.console import EXIT_OK, Interrupts, run_command
@@ -66,9 +70,17 @@ _PROBE = {
 
 
 def make_service(
-    engine: SteppedEngine, tokenizer: Tokenizer, model: Path, max_model_len: int, config: ServerConfig
+    engine: SteppedEngine,
+    tokenizer: Tokenizer,
+    model: Path,
+    max_model_len: int,
+    config: ServerConfig,
+    frontend: RequestProcessor | None = None,
 ) -> Service:
-    """Return the service over `engine` and the tokenizer of `model`; starts the engine's stepping thread."""
+    """Return the service over `engine` and the tokenizer of `model`; starts the engine's stepping thread.
+
+    frontend: the engine's, for the images that it takes.
+    """
     metrics = Metrics()
     metrics.set_stats(engine.stats())
     stepped = AsyncEngine(
@@ -78,7 +90,8 @@ def make_service(
         step_timeout_s=config.step_timeout_s,
         observer=metrics,
     )
-    return assemble_service(stepped, metrics, tokenizer, model, max_model_len, config)
+    images = (frontend.model_config.vision, frontend.max_images) if frontend is not None else (None, 0)
+    return assemble_service(stepped, metrics, tokenizer, model, max_model_len, config, images)
 
 
 def assemble_service(
@@ -88,22 +101,28 @@ def assemble_service(
     model: Path,
     max_model_len: int,
     config: ServerConfig,
+    images: tuple[VisionConfig | None, int] = (None, 0),
 ) -> Service:
-    """Return the service over an engine that runs already; `metrics` counts its outputs."""
+    """Return the service over an engine that runs already; `metrics` counts its outputs.
+
+    images: the tower for which they are prepared, and the most of a request.
+    """
     return Service(
         engine=engine,
         prompts=PromptPool(
             model,
             num_workers=config.prompt_workers,
             timeout_s=config.prompt_timeout_s,
-            max_chars=config.max_prompt_chars,
+            limits=Limits(config.max_prompt_chars, *images),
             max_waiting=config.max_open,
             chat_template=tokenizer.chat_template,
         ),
+        media=MediaLoader(config),
         tokenizer=tokenizer,
         config=config,
         names=config.served_model_name or (model.resolve().name,),
         max_model_len=max_model_len,
+        max_images=images[1],
         call_form=find_call_form(tokenizer),
         reasoning=find_reasoning(tokenizer),
         metrics=metrics,
@@ -282,7 +301,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         if engine.num_threads is not None:
             logger.info("CPU threads: %d of %d cores", engine.num_threads, os.cpu_count())
         service = make_service(
-            engine, frontend.tokenizer, frontend.path, engine.runner.memory.max_model_len, config
+            engine, frontend.tokenizer, frontend.path, engine.runner.memory.max_model_len, config, frontend
         )
         settle_interpreter()
         logger.info("serving %s at %s (open it in a browser; Ctrl-C ends it)", list(service.names), address)

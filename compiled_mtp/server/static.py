@@ -25,6 +25,7 @@ FILES = (
     "answer.js",
     "api.js",
     "card.js",
+    "images.js",
     "copy.js",
     "markdown.js",
     # Not ours: npm's marked 18.2.1, lib/marked.esm.js and LICENSE.

@@ -26,6 +26,7 @@ COMMON_ENGINE = (
     "mtp_step",
     "max_batch",
     "max_model_len",
+    "max_images",
     "tensor_parallel",
     "graph_cache",
     "num_threads",

@@ -15,6 +15,9 @@ from compiled_mtp.ops.find_drafts.reference import (
     LookupState,
 )
 
+# So few places are compared in Python, each at once.
+FEW = 8
+
 
 def find_drafts(
     token_ids: Tensor,
@@ -60,19 +63,29 @@ def find_drafts(
 
 def _longest_match(ids: Tensor, last: int) -> tuple[int, int]:
     """Return the length of the longest match of ids[: last + 1], 0 below LEAST_MATCH, and where it ends."""
-    newest, *before = ids[max(last + 1 - MOST_MATCH, 0) : last + 1].flip(0).tolist()
-    places = (ids[:last] == newest).nonzero().flatten()
+    suffix = ids[max(last + 1 - MOST_MATCH, 0) : last + 1].flip(0).tolist()
+    if suffix[0] < 0:
+        return 0, 0
+    places = (ids[:last] == suffix[0]).nonzero().flatten()
     length = 1
-    while len(places) and newest >= 0:
+    while len(places) > FEW and length < len(suffix) and suffix[length] >= 0:
         # Positions below `length` have no id that far before them.
         enough = places if int(places[0]) >= length else places[places >= length]
-        if length > len(before) or before[length - 1] < 0:
-            break
-        longer = enough[ids[enough - length] == before[length - 1]]
+        longer = enough[ids[enough - length] == suffix[length]]
         if not len(longer):
             break
         length, places = length + 1, longer
-    return (length, int(places[-1])) if length >= LEAST_MATCH else (0, 0)
+    # More than a few places that are left match equally far: the latest counts.
+    best, end = 0, 0
+    for place in places[-1:].tolist() if len(places) > FEW else places.tolist():
+        before = ids[max(place + 1 - MOST_MATCH, 0) : place + 1].flip(0).tolist()
+        pairs = enumerate(zip(before, suffix, strict=False))
+        own = next(
+            (at for at, (one, wanted) in pairs if one != wanted or one < 0), min(len(before), len(suffix))
+        )
+        if own >= best:
+            best, end = own, place
+    return (best, end) if best >= LEAST_MATCH else (0, 0)
 
 
 def _continue(ids: Tensor, place: int, last: int, count: int) -> list[int]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.kept import kept
 from compiled_mtp.ops.numerics import number
-from compiled_mtp.ops.qk_norm_rope_kv_write.reference import write_pages
+from compiled_mtp.ops.qk_norm_rope_kv_write.reference import angles_of, write_pages
 
 
 def _stacked(q_weight: Tensor, k_weight: Tensor) -> Tensor:
@@ -40,6 +40,8 @@ def qk_norm_rope_kv_write(
     num_q_heads: int,
     num_kv_heads: int,
     eps: float,
+    row_end: int = 0,
+    column_end: int = 0,
 ) -> Tensor:
     rows, hd, half = qkv.shape[0], kv.shape[4], cos_sin.shape[1] // 2
     num_heads = num_q_heads + num_kv_heads
@@ -54,7 +56,7 @@ def qk_norm_rope_kv_write(
     for part, weight in zip(parts, kept(_stacked, q_weight, k_weight).unbind(0), strict=True):
         part.addcmul_(part, weight)
 
-    angles = cos_sin.index_select(0, positions)
+    angles = angles_of(cos_sin, positions, row_end, column_end)
     cos, sin = angles.view(rows, 2, 1, 1, half).unbind(1)
     turned = x.as_strided((rows, num_heads, 2, half), (num_heads * hd, hd, half, 1))
     crossed = turned * sin

@@ -63,6 +63,9 @@ def qk_norm_rope_kv_write_kernel(
     ROT: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_AXES: tl.constexpr,
+    ROW_END: tl.constexpr,
+    COLUMN_END: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -77,9 +80,16 @@ def qk_norm_rope_kv_write_kernel(
     weight = q_weight if head < HQ else k_weight
     factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     other_factor = 1.0 + tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
-    position = tl.load(positions + row)
-    slot = tl.load(slot_mapping + row)
     HALF: tl.constexpr = ROT // 2
+    if HAS_AXES:
+        frequency = dim % HALF
+        is_row = (frequency % 3 == 1) & (frequency < ROW_END)
+        is_column = (frequency % 3 == 2) & (frequency < COLUMN_END)
+        axis = tl.where(is_row, 1, tl.where(is_column, 2, 0)).to(tl.int64)
+        position = tl.load(positions + axis * tl.num_programs(0) + row)
+    else:
+        position = tl.load(positions + row)
+    slot = tl.load(slot_mapping + row)
     angle = cos_sin + position * cos_stride + dim % HALF
     cos = tl.load(angle, mask=dim < ROT, other=1.0)
     sin = tl.load(angle + HALF, mask=dim < ROT, other=0.0)
@@ -143,6 +153,9 @@ def launch(args: Any) -> torch.Tensor:
         ROT=cos_sin.shape[1],
         BLOCK=triton.next_power_of_2(hd),
         HAS_SCALE=kv_scale is not None,
+        HAS_AXES=args.positions.dim() == 2,
+        ROW_END=args.row_end,
+        COLUMN_END=args.column_end,
         PDL=has_pdl,
         launch_pdl=has_pdl,
         num_warps=1,

@@ -31,7 +31,10 @@ from tools import plot
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 # Languages of blocks that are not run: output, and contents of files.
 LANGUAGES = {"bash", "python", "json", "yaml", ""}
-RUN_ELSEWHERE = {"serving.md": "tests/server/test_docs.py, against a server"}
+RUN_ELSEWHERE = {
+    "serving.md": "tests/server/test_docs.py, against a server",
+    "images.md": "tests/vision/test_cli.py, with a checkpoint that has a vision tower",
+}
 # Beginnings of lines that are not run, with the reason. Each is read: see `read_line`.
 NOT_RUN = {
     "make ": "what CI runs, or needs minutes, a GPU, Chromium or Ray",

@@ -279,3 +279,19 @@ def test_a_released_slot_is_searched_by_no_later_request(checkpoint: Path, force
     slots = engine.runner.step.slots
     assert slots.matched is not None
     assert torch.equal(slots.matched, torch.zeros_like(slots.matched))
+
+
+def test_scores_are_those_of_decoding_with_lookup(checkpoint: Path, forced: None) -> None:
+    """Given tokens are the drafts of their rounds; other requests beside them still look theirs up."""
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=2, ignore_eos=True, allowed_token_ids=[5, 6])
+    params = params.model_copy(update={"logprobs": 1})
+    engine = make_engine(checkpoint, lookup="auto", scoring=True, max_batch=2)
+    prompt = [5, 6, 6] * 9
+    (decoded,) = engine.generate([prompt], params)
+    (scored,) = engine.score([prompt], [decoded.new_token_ids], params)
+    assert scored.logprobs is not None
+    assert decoded.logprobs is not None
+    same = [(one.token_id, one.logprob, one.rank) for one in decoded.logprobs]
+    assert [(one.token_id, one.logprob, one.rank) for one in scored.logprobs] == same
+    assert engine.generate([prompt], params)[0].new_token_ids == decoded.new_token_ids
+    assert engine.stats().speculation.lookup_rounds > 0

@@ -153,12 +153,12 @@ def test_chats_render_as_transformers_renders_them(
     assert expected.endswith("</think>\n\n" if "enable_thinking" in variables else "assistant\n")
 
 
-def test_text_parts_are_joined_and_images_are_refused_by_name(tokenizer: Tokenizer) -> None:
+def test_text_parts_are_joined_and_other_media_are_refused_by_name(tokenizer: Tokenizer) -> None:
     parts: list[dict[str, Any]] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "user\nab<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": parts}])
-    parts.append({"type": "image_url", "image_url": {"url": "data:"}})
+    parts.append({"type": "video", "video": "a"})
     with pytest.raises(
-        ValueError, match=r"messages\[0\].content\[2\] must be of type text, got 'image_url'; send text"
+        ValueError, match=r"messages\[0\].content\[2\] must be of type text or image, got 'video'; send"
     ):
         tokenizer.apply_chat_template([{"role": "user", "content": parts}])
 

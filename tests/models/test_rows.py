@@ -92,7 +92,8 @@ def test_the_type_says_which_rows_they_hold(step: Step) -> None:
     rows = rows_of(step, 4, 2, is_prefill=False)
     assert isinstance(rows, DecodeRows)
     positions, slots = torch.tensor([7, 8]), torch.tensor([70, 80])
-    moved = rows.moved(positions, slots)
+    rotary = torch.tensor([3, 4])
+    moved = rows.moved(rotary, positions, slots)
     assert isinstance(moved, DecodeRows)
-    assert moved.rotary_positions is moved.causal_positions is positions
+    assert (moved.rotary_positions is rotary, moved.causal_positions is positions) == (True, True)
     assert (moved.slot_mapping is slots, moved.base is rows.base) == (True, True)

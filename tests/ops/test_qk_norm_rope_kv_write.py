@@ -143,7 +143,7 @@ def test_opcheck(fp8):
     # opcheck's schema test compares tensors by arithmetic that torch lacks for float8 on the CPU.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     overload = torch.ops.compiled_mtp.qk_norm_rope_kv_write.default
-    torch.library.opcheck(overload, tuple(args), test_utils=tests if fp8 else "ALL")
+    torch.library.opcheck(overload, (*args, 0, 0), test_utils=tests if fp8 else "ALL")
 
 
 def test_traces_as_one_graph_at_two_sizes():
@@ -192,4 +192,45 @@ def test_kernel_in_interpreter(interpreter, dtype, fp8, hd, rot):
     args = make(7, 3, 2, hd, dtype=dtype, rot=rot, fp8=fp8)
     # Norms may differ in the last bit, and so may the values rounded to the stored type.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype] if not fp8 else 2**-3
+    check_launch(qk_norm_rope_kv_write, args, rtol=tolerance, atol=1e-6, mutated=(6, 7))
+
+
+def with_axes(args, seed=3):
+    """Return the arguments with rows' positions on three axes; the row has frequencies 1, 4 of 8, the column
+    2."""
+    g = torch.Generator().manual_seed(seed)
+    positions = torch.stack([torch.randperm(512, generator=g)[: args[0].shape[0]] for _ in range(3)])
+    return [*args[:4], positions.to(args[0].device), *args[5:], 6, 5]
+
+
+def test_each_frequency_takes_its_axis():
+    args = with_axes(make(7, 4, 2, 64))
+    axes, cos_sin, half = [0, 1, 2, 0, 1, 0, 0, 0], args[3], 8
+    # One row per table entry: the exact result for a table that has each row's own angles.
+    own = torch.stack([cos_sin[args[4][axes[j % half]], j] for j in range(2 * half)], dim=1)
+    plain = [*args[:3], own, torch.arange(7), *args[5:6], args[6].clone(), *args[7:11]]
+    for call in (qk_norm_rope_kv_write, qk_norm_rope_kv_write.reference):
+        q, want = call(*args), call(*plain)
+        assert torch.equal(q, want)
+        assert torch.equal(args[6].nan_to_num(), plain[6].nan_to_num())
+
+
+def test_equal_axes_are_one_axis_to_the_bit():
+    args, plain = make(9, 3, 1, 64), make(9, 3, 1, 64)
+    args[4] = torch.stack([args[4]] * 3)
+    assert torch.equal(qk_norm_rope_kv_write(*args, 6, 5), qk_norm_rope_kv_write(*plain))
+    assert torch.equal(args[6].nan_to_num(), plain[6].nan_to_num())
+
+
+def test_two_axes_are_refused():
+    args = make(5, 4, 2, 64)
+    args[4] = torch.stack([args[4]] * 2)
+    with pytest.raises(ValueError, match=r"positions must have shape \(M,\) or \(3, M\)"):
+        qk_norm_rope_kv_write(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_three_axes_in_interpreter(interpreter, dtype):
+    args = with_axes(make(7, 3, 2, 64, dtype=dtype))
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     check_launch(qk_norm_rope_kv_write, args, rtol=tolerance, atol=1e-6, mutated=(6, 7))

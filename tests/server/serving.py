@@ -210,7 +210,9 @@ def running(
         "served_model_name": ("m", "alias"),
     }
     config = ServerConfig(**(defaults | options))
-    service = make_service(engine, Tokenizer(model, chat_template), model, max_model_len, config)
+    frontend = getattr(engine, "frontend", None)
+    tokenizer = Tokenizer(model, chat_template)
+    service = make_service(engine, tokenizer, model, max_model_len, config, frontend)
     server = Server(service)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)

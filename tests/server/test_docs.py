@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
@@ -101,4 +102,5 @@ def test_named_flags_exist() -> None:
         "sweep",
         "exact-match",
     }
-    assert {flag.replace("-", "_") for flag in flags} <= set(ServerConfig.model_fields)
+    known = ServerConfig.model_fields.keys() | EngineConfig.model_fields.keys()
+    assert {flag.replace("-", "_") for flag in flags} <= known

@@ -20,6 +20,7 @@ import pytest
 
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.errors import ApiError
+from compiled_mtp.server.prompt_worker import Limits
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.serve import main
 from tests.server.serving import ScriptedEngine, make_family, running, wait_for_none_open
@@ -44,7 +45,7 @@ def test_a_template_that_never_ends(tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(template)
 
     async def run() -> None:
-        pool = PromptPool(model, num_workers=1, timeout_s=0.3, max_chars=100)
+        pool = PromptPool(model, num_workers=1, timeout_s=0.3, limits=Limits(100))
         await pool.start()
         try:
             for _ in range(2):
@@ -67,7 +68,7 @@ def test_a_closed_pool_starts_no_process_for_the_job_it_cut_off(tmp_path: Path) 
     model = make_family(tmp_path / "m", "xml")
 
     async def run() -> None:
-        pool = PromptPool(model, num_workers=1, timeout_s=60, max_chars=10**9)
+        pool = PromptPool(model, num_workers=1, timeout_s=60, limits=Limits(10**9))
         await pool.start()
         cut = asyncio.create_task(pool.encode("def " * 10**6))
         await asyncio.sleep(0.05)
@@ -86,7 +87,7 @@ def test_a_process_that_cannot_be_replaced_is_tried_again(
     model = make_family(tmp_path / "m", "xml")
 
     async def run() -> None:
-        pool = PromptPool(model, num_workers=1, timeout_s=10, max_chars=10**9)
+        pool = PromptPool(model, num_workers=1, timeout_s=10, limits=Limits(10**9))
         await pool.start()
         create = asyncio.create_subprocess_exec
         try:

@@ -14,7 +14,7 @@ import pytest
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from compiled_mtp.engine import EngineStats
 from compiled_mtp.frontend.tokenizer import Tokenizer
-from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+from compiled_mtp.request import LOOKED_UP, RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
 from compiled_mtp.sampling.tool_calls import from_tools
 from compiled_mtp.server.generation import RoundCounter, Usage
@@ -390,7 +390,7 @@ def test_what_the_engine_refuses_is_its_own_message(real: Running) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
-            "messages.0.content.0.type",
+            "messages.0.content.0",
         ),
         ({"tools": [WEATHER]}, 400, "tools"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
@@ -521,6 +521,26 @@ def test_each_choice_is_timed_separately() -> None:
     metrics.count([output(0), output(1), output(0, "stop")])
     metrics.fail("a", 1)
     assert not metrics._last_s
+
+
+def test_drafts_from_the_text_have_counters_of_their_own() -> None:
+    history = RequestHistory(5, 0, mtp_step=3, max_drafts=15, rounds=[3 * 16 + 2, LOOKED_UP + 15 * 16 + 9])
+    output = RequestOutput("a", [7] * 13, "x", RequestMetrics(history, 2, 14, 0.0), "stop")
+    metrics = Metrics()
+    metrics.count([output])
+    lines = metrics.text().decode().splitlines()
+    counts = {"drafted": 3, "lookup_drafted": 15, "lookup_accepted": 9}
+    assert {f"compiled_mtp_{name}_tokens_total {float(n)}" for name, n in counts.items()} <= {*lines}
+    usage = Usage(prompt_tokens=5)
+    usage.add(output)
+    assert usage.to_openai()["speculation"] == {
+        "rounds": 2,
+        "drafted_tokens": 18,
+        "accepted_tokens": 11,
+        "lookup_drafted_tokens": 15,
+        "lookup_accepted_tokens": 9,
+    }
+    assert RoundCounter().take(output) == {"drafted": 18, "accepted": 11}
 
 
 def test_metrics_report_memory() -> None:

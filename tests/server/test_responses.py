@@ -313,8 +313,8 @@ def test_a_failure_ends_the_stream_by_name(served: Any) -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "must be"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.0.content.0.type",
-            "must",
+            "input.0.content.0",
+            "must have a field image_url",
         ),
         ({"input": [{"role": "user", "content": "x", "what": 1}]}, "input.0.what", "must be a field of this"),
         (

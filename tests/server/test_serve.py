@@ -53,7 +53,7 @@ def test_a_repository_is_served_under_its_own_name(
     config = ServerConfig(port=0, served_model_name=name)
     with pytest.raises(ValueError, match="stopped here"):
         serve.serve(config, EngineConfig(model="Acme/Tiny"))
-    ((_, _, path, _, used),) = made
+    ((_, _, path, _, used, _),) = made
     assert path == SHIPPED
     assert len(warm) == 1, "before requests are accepted"
     assert used.served_model_name == (name or ("Acme/Tiny",))

@@ -77,3 +77,22 @@ def test_metrics_do_not_change_while_the_request_goes_on() -> None:
     assert request.metrics.total_s == pytest.approx(4.0)
     with pytest.raises(AttributeError):
         first.output_tokens = 5  # type: ignore[misc]
+
+
+def test_looked_up_drafts_are_counted_apart_from_a_chains() -> None:
+    request = Request("r", [1], SamplingParams(max_tokens=40))
+    request.history.mtp_step, request.history.max_drafts = 2, 15
+    request.append([10], num_drafts=None, now_s=0.0)
+    request.append([11, 12], num_drafts=2, now_s=0.0)
+    request.append([*range(20, 33)], num_drafts=15, now_s=0.0, is_looked_up=True)
+    request.append([40], num_drafts=2, now_s=0.0, is_looked_up=True)
+    # A wide round verifies id 0 behind a chain's drafts; it was right here.
+    request.append([41, 42, 0, 0], num_drafts=2, now_s=0.0)
+    own = request.metrics
+    assert (own.drafted, own.accepted) == (2 + 15 + 2 + 3, 1 + 12 + 0 + 3)
+    assert (own.lookup_rounds, own.lookup_drafted, own.lookup_accepted) == (2, 17, 12)
+    assert own.rounds_by_accepted == [1, 1, 0, 1, *[0] * 8, 1, 0, 0, 0]
+    stats = SpeculationStats.empty(2).plus(own)
+    assert (stats.accepted_by_index, stats.drafted_by_index) == ((2, 1), (2, 2))
+    assert (stats.lookup_rounds, stats.lookup_acceptance) == (2, 12 / 17)
+    assert stats.mean_new_tokens == 20 / 4

@@ -297,10 +297,15 @@ def record_rounds(step: Any, count: int) -> Recorder:
 
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("family", ["dense", "moe"])
-@pytest.mark.parametrize("mtp_step", [0, 1, 3])
-def test_early_reads_are_older_than_the_last_fence(family: str, mtp_step: int, resident: bool) -> None:
+@pytest.mark.parametrize(
+    ("mtp_step", "has_images"), [(0, False), (1, False), (3, False), (0, True), (3, True)]
+)
+def test_early_reads_are_older_than_the_last_fence(
+    family: str, mtp_step: int, has_images: bool, resident: bool
+) -> None:
     config = tiny.tiny_config(**(tiny.MOE if family == "moe" else {}))
     step = tiny.build_step(config, mtp_step)
+    step.has_images = has_images
     if resident:
         assert make_resident(step) >= 2 * len(step.target.layers)
     recorder = record_rounds(step, 2)
@@ -335,9 +340,11 @@ def test_early_reads_are_older_with_quantised_rows(family: str, tmp_path: Path) 
     assert recorder.checked > 100
 
 
+@pytest.mark.parametrize("has_images", [False, True])
 @pytest.mark.parametrize("resident", [False, True])
-def test_early_reads_are_older_in_two_phases_and_between_depths(resident: bool) -> None:
+def test_early_reads_are_older_in_two_phases_and_between_depths(resident: bool, has_images: bool) -> None:
     step = tiny.build_step(tiny.tiny_config(), 3)
+    step.has_images = has_images
     two_phase = TwoPhaseRound(step)
     two_phase.reserve(12)
     if resident:

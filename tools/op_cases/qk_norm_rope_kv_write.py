@@ -29,7 +29,7 @@ from op_cases import (
 
 
 def make_inputs(
-    device: Any, seed: int | None, shape: ModelShape, rows: int, cache: torch.dtype
+    device: Any, seed: int | None, shape: ModelShape, rows: int, cache: torch.dtype, *, has_axes: bool = False
 ) -> tuple[Any, ...]:
     normal = functools.partial(Source(device, seed).normal, dtype=FP32 if cache == FP32 else BF16)
     hq, hkv, hd = shape.query_heads, shape.kv_heads, shape.head_dim
@@ -39,18 +39,21 @@ def make_inputs(
     angle = torch.arange(8192, device=device).unsqueeze(1) * 1e7**-pairs
     kv = torch.zeros(blocks, 2, hkv, BLOCK_SIZE, hd, dtype=cache, device=device)
     scale = torch.zeros(kv.shape[:-1], device=device) if cache == FP8 else None
+    positions = torch.arange(4096, 4096 + rows, device=device) % 8192
     return (
         normal(rows, (2 * hq + 2 * hkv) * hd),
         normal(hd),
         normal(hd),
         torch.cat((angle.cos(), angle.sin()), 1),
-        torch.arange(4096, 4096 + rows, device=device) % 8192,
+        torch.stack([positions] * 3) if has_axes else positions,
         torch.arange(BLOCK_SIZE, BLOCK_SIZE + rows, device=device),
         kv,
         scale,
         hq,
         hkv,
         EPS,
+        33,
+        30,
     )
 
 
@@ -78,3 +81,6 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             make = functools.partial(make_inputs, shape=shape, rows=ROWS, cache=dtype)
             label = f"{'-'.join(map(str, heads))}-{dtype_label(dtype)}"
             yield launch(label, qk_norm_rope_kv_write, make, dtype)
+    for dtype in (BF16, FP8, FP32):
+        make = functools.partial(make_inputs, shape=SHAPES["27b"], rows=ROWS, cache=dtype, has_axes=True)
+        yield launch(f"27b-three-axes-{dtype_label(dtype)}", qk_norm_rope_kv_write, make, dtype)

@@ -3,6 +3,7 @@
 import { listModels, ServiceError, setKey, stream } from "./api.js";
 import { Answer } from "./answer.js";
 import { hideCard, isCardOpen, showCard } from "./card.js";
+import { ImageTray, shown, withImages } from "./images.js";
 import { Panel } from "./panel.js";
 import { blame, forgive, samplingFields, systemPrompt } from "./settings.js";
 
@@ -35,6 +36,7 @@ let answers = [];
 let edited = null;
 let running = null;
 let isModeSettled = false;
+const tray = new ImageTray(byId("images"), (error) => showError(error));
 const panel = new Panel((answer, number) => show(answer, number === null ? null : answer.rounds.list[number], null));
 
 function mode() {
@@ -94,7 +96,10 @@ function history(end) {
   const kept = end === null ? answers : answers.slice(0, answers.indexOf(end));
   return kept
     .filter((one) => one.isChat && !one.isLeftOut)
-    .flatMap((one) => [{ role: "user", content: one.asked }, { role: "assistant", content: one.content }]);
+    .flatMap((one) => [
+      { role: "user", content: withImages(one.asked, one.images) },
+      { role: "assistant", content: one.content },
+    ]);
 }
 
 /** Remove the answers of the chat from one on. */
@@ -109,15 +114,24 @@ function edit(answer) {
   edited = answer;
   byId("editing").hidden = answer === null;
   if (answer === null) return;
+  chooseModeOf(answer);
   prompt.value = answer.asked;
+  tray.put(answer.images);
   prompt.focus();
+}
+
+/** Choose the mode in which an answer was asked for. */
+function chooseModeOf(answer) {
+  document.querySelector(`input[value=${answer.isChat ? "chat" : "text"}]`).checked = true;
+  showMode();
 }
 
 /** Ask for an answer again, in the place of the turns from it on; a completion is answered below. */
 function again(answer) {
   if (running) return;
   edit(null);
-  send(answer.asked, answer.isChat ? answer : null);
+  chooseModeOf(answer);
+  send(answer.asked, answer.isChat ? answer : null, answer.images);
 }
 
 /** Offer each ended answer's actions: in a chat a turn can be edited, and the last answer made again. */
@@ -130,7 +144,7 @@ function offerActions() {
   }
 }
 
-function requestOf(text, replaced) {
+function requestOf(text, replaced, images) {
   const shared = {
     model: byId("model").value,
     stream: true,
@@ -140,19 +154,21 @@ function requestOf(text, replaced) {
   };
   if (mode() === "text") return ["/v1/completions", { ...shared, prompt: text }];
   const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-  return ["/v1/chat/completions", { ...shared, messages: [...system, ...history(replaced), { role: "user", content: text }] }];
+  const asked = { role: "user", content: withImages(text, images) };
+  return ["/v1/chat/completions", { ...shared, messages: [...system, ...history(replaced), asked] }];
 }
 
-function begin(text) {
+function begin(text, images) {
   const isChat = mode() === "chat";
   byId("welcome").hidden = true;
   const answer = new Answer(text, isChat, (one, round, span) => show(one, round, span));
+  answer.images = isChat ? images : [];
   answer.format(byId("formatted").checked);
   if (isChat) {
     const said = document.createElement("p");
     said.className = "said";
     said.textContent = text;
-    answer.turn.prepend(said);
+    answer.turn.prepend(...shown(images), said);
   }
   answer.turn.addEventListener("click", () => select(answer));
   answer.turn.addEventListener("focusin", () => panel.answer !== answer && select(answer));
@@ -172,34 +188,35 @@ function keepEnd(change) {
 }
 
 /** Send a prompt; the answer replaces the chat's turns from `replaced` on, if it is given. */
-async function send(text, replaced = null) {
+async function send(text, replaced = null, images = tray.images) {
   const controller = new AbortController();
   setRunning(controller);
   // The server may have been starting when the page was loaded.
   const isReady = byId("model").value !== "" || (await start(controller.signal));
-  const asked = isReady ? ask(text, replaced) : null;
+  const asked = isReady ? ask(text, replaced, images) : null;
   if (asked && replaced) dropFrom(replaced);
-  if (asked) await follow(text, asked, controller.signal);
-  else putBack(text);
+  if (asked) await follow(text, images, asked, controller.signal);
+  else putBack(text, images);
   setRunning(null);
 }
 
 /** Return the request for a prompt; if a field is wrong, show the error and return null. */
-function ask(text, replaced) {
+function ask(text, replaced, images) {
   try {
-    return requestOf(text, replaced);
+    return requestOf(text, replaced, images);
   } catch (error) {
     showError(error);
     return null;
   }
 }
 
-async function follow(text, [path, body], signal) {
+async function follow(text, images, [path, body], signal) {
   showError(null);
   say("Answering…");
-  const answer = begin(text);
+  const answer = begin(text, images);
   // Another text in the box is not the one that was sent.
   if (prompt.value.trim() === text.trim()) prompt.value = "";
+  if (tray.images === images) tray.put([]);
   try {
     for await (const chunk of stream(path, body, signal)) {
       answer.usage = chunk.usage ?? answer.usage;
@@ -212,7 +229,7 @@ async function follow(text, [path, body], signal) {
   }
   // A chat template may refuse an answer that is empty, or two prompts in a row.
   const isGood = !answer.error && answer.content !== "";
-  if (!isGood) putBack(text);
+  if (!isGood) putBack(text, images);
   answer.isLeftOut = answer.isChat && !isGood;
   keepEnd(() => {
     answer.end();
@@ -223,8 +240,10 @@ async function follow(text, [path, body], signal) {
 }
 
 /** Put a prompt that has no answer back into its box, unless the user has typed another one. */
-function putBack(text) {
-  prompt.value = prompt.value || text;
+function putBack(text, images) {
+  if (prompt.value) return;
+  prompt.value = text;
+  tray.put(images);
 }
 
 function fail(answer, error) {
@@ -243,6 +262,7 @@ function fail(answer, error) {
 
 function begins() {
   answers = [];
+  tray.put([]);
   edit(null);
   for (const turn of transcript.querySelectorAll(".turn")) turn.remove();
   byId("welcome").hidden = false;
@@ -286,6 +306,7 @@ async function start(signal) {
   const chosen = byId("model").value;
   byId("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
   if (models.some((model) => model.id === chosen)) byId("model").value = chosen;
+  tray.allow(models[0].max_images ?? 0);
   byId("key-form").hidden = true;
   showError(null);
   byId("shipped").hidden = models[0].root !== SHIPPED;
@@ -348,6 +369,7 @@ byId("key-form").addEventListener("submit", (event) => {
   start();
 });
 transcript.addEventListener("scroll", hideCard);
+tray.listen(document.querySelector("main"));
 
 document.body.classList.add("coloured");
 showMode();

@@ -1,0 +1,1 @@
+"""Images: decoding, patches, positions, and the vision tower."""

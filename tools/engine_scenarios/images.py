@@ -1,0 +1,206 @@
+"""How soon the first token after an image comes, and how long the rounds of other streams wait for it.
+
+    python tools/bench_engine.py images --shape 27b --graph-mode uncompiled --image 1024x1024,3840x2160
+    python tools/bench_engine.py images --shape tiny --image 96x64 --device cpu
+
+A shape has random weights and a tower of its released size. Each image comes among text, first with nothing
+else, then while --streams streams decode. Tokens must be the same both times, and with mtp_step 0. A row has
+the image's tokens and slices of the tower; seconds to the first token alone and beside the streams, and of
+that the tower's; the median time between a stream's outputs without the image, and the longest time while the
+image comes; and the tokens per second of decoding after an image, over those after as much text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from PIL import Image
+
+from compiled_mtp import Engine, SamplingParams
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.frontend.processor import RequestProcessor
+from compiled_mtp.model_config import VisionConfig
+from engine_scenarios import common
+
+# Depth, width, heads and inner width of the towers of released shapes.
+TOWERS = {
+    "tiny": (2, 64, 2, 96),
+    "0.8b": (12, 768, 12, 3072),
+    "4b": (24, 1024, 16, 4096),
+    "9b": (27, 1152, 16, 4304),
+    "27b": (27, 1152, 16, 4304),
+    "35b-a3b": (27, 1152, 16, 4304),
+}
+# Text before and after an image.
+_TEXT = 20
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    common.add_engine_flags(parser)
+    parser.add_argument("--image", default="1024x1024", help="sizes, WIDTHxHEIGHT, separated by commas")
+    parser.add_argument("--streams", type=common.count, default=4, help="streams that decode meanwhile")
+    parser.add_argument("--max-tokens", type=common.count, default=64)
+    parser.add_argument("--repeats", type=common.count, default=3)
+
+
+def vision_of(shape: str, hidden_size: int, vocab_size: int, most_pixels: int) -> VisionConfig:
+    """Return the tower of a released shape; images keep their sizes, rounded to cells."""
+    depth, width, heads, inner = TOWERS[shape]
+    return VisionConfig(
+        depth=depth,
+        hidden_size=width,
+        num_heads=heads,
+        intermediate_size=inner,
+        out_hidden_size=hidden_size,
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        side=48,
+        image_token_id=vocab_size - 2,
+        video_token_id=vocab_size - 1,
+        mrope_section=(11, 11, 10),
+        least_pixels=1024,
+        most_pixels=most_pixels,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
+
+
+def open_engine(flags: argparse.Namespace, sizes: list[tuple[int, int]], **given: Any) -> Engine:
+    """Return an engine of the shape with its tower."""
+    most = max(width * height for width, height in sizes) + 1024 * 512
+    longest = most // 1024 + 2 * _TEXT + 2 * flags.max_tokens + 64
+    config = EngineConfig(
+        **common.settings(flags)
+        | {"max_images": 1, "max_batch": flags.streams + 1, "max_model_len": longest},
+        prefix_cache=False,
+        **given,
+    )
+    model = common.shape_config(flags.shape)
+    vision = vision_of(flags.shape, model.hidden_size, model.vocab_size, most)
+    model = dataclasses.replace(model, vision=vision)
+    frontend = RequestProcessor(flags.model, model, None, longest, max_images=1)
+    return Engine(config, frontend=frontend, fill=common.fill_same)
+
+
+def decode(engine: Engine, request_id: str, given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Decode one request, beside whatever else runs: tokens, times, and the waits of the others."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    begin = time.perf_counter()
+    engine.add_request(params=params, request_id=request_id, **given)
+    last, waits, tokens, first, end = begin, list[float](), list[int](), 0.0, begin
+    is_done = False
+    while not is_done:
+        for output in engine.step():
+            now = time.perf_counter()
+            if output.request_id == request_id:
+                first = first or now
+                tokens += output.new_token_ids
+                end, is_done = now, output.finish_reason is not None
+            elif not first:
+                waits.append(now - last)
+                last = now
+    return {
+        "tokens": tokens,
+        "first_s": first - begin,
+        "rate": (len(tokens) - 1) / max(end - first, 1e-9),
+        "longest_s": max(waits, default=0.0),
+    }
+
+
+def time_tower(engine: Engine, image: Image.Image) -> float:
+    """Seconds of the tower alone for an image, the upload included."""
+    encoder = engine.runner.encoder
+    assert encoder is not None
+    tower, device = encoder.tower, engine.runner.spec.device
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
+        image.height, image.width, 3
+    )
+    rows, columns = image.height // 32, image.width // 32
+    times = []
+    with torch.no_grad():
+        for _ in range(3):
+            begin = time.perf_counter()
+            x = tower.run(tower.embed(pixels.to(device)), rows, columns, 0, tower.config.depth)
+            float(tower.merge(x)[0, 0])
+            times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def measure(
+    flags: argparse.Namespace, engine: Engine, plain: Engine, size: tuple[int, int]
+) -> dict[str, Any]:
+    """Return the row of one image."""
+    model, tower = engine.model_config, engine.scheduler.limits.tower
+    assert model.vision is not None
+    assert tower is not None
+    rng = random.Random(0)
+    image = Image.frombytes("RGB", (8, 8), rng.randbytes(192)).resize(size, Image.Resampling.BICUBIC)
+    before, after = common.draw_prompts(rng, 2, _TEXT, model.vocab_size - 2)
+    given = {"prompt_token_ids": [*before, model.vision.image_token_id, *after], "images": [image]}
+    engine.generate([before], SamplingParams(max_tokens=4, ignore_eos=True))
+    want = decode(plain, "a", given, flags.max_tokens)["tokens"]
+    alone = [decode(engine, "a", given, flags.max_tokens) for _ in range(flags.repeats)]
+    num_tokens = (round(size[0] / 32) or 1) * (round(size[1] / 32) or 1)
+    text = common.draw_prompts(rng, 1, num_tokens + 2 * _TEXT, model.vocab_size - 2)[0]
+    as_text = [
+        decode(engine, "a", {"prompt_token_ids": text}, flags.max_tokens) for _ in range(flags.repeats)
+    ]
+    endless = SamplingParams(max_tokens=1 << 20, temperature=0.8, seed=1, ignore_eos=True)
+    for index, prompt in enumerate(common.draw_prompts(rng, flags.streams, _TEXT, model.vocab_size - 2)):
+        engine.add_request(prompt_token_ids=prompt, params=endless, request_id=f"s{index}")
+    rounds, last = [], time.perf_counter()
+    for _ in range(flags.streams + 12):
+        engine.step()
+        now = time.perf_counter()
+        rounds.append(now - last)
+        last = now
+    beside = decode(engine, "a", given, flags.max_tokens)
+    for index in range(flags.streams):
+        if engine.scheduler.is_live(f"s{index}"):
+            engine.abort(f"s{index}")
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert all(one["tokens"] == want for one in (*alone, beside)), f"tokens after {size} depend on the way"
+    return {
+        "image": f"{size[0]}x{size[1]}",
+        "image_tokens": num_tokens,
+        "slices": tower.count_slices(num_tokens),
+        "first_token_s": round(statistics.median(one["first_s"] for one in alone), 4),
+        "tower_s": round(time_tower(engine, image.resize((size[0] // 32 * 32, size[1] // 32 * 32))), 4),
+        "first_token_as_text_s": round(statistics.median(one["first_s"] for one in as_text), 4),
+        "first_token_beside_s": round(beside["first_s"], 4),
+        "round_s": round(statistics.median(rounds[flags.streams :]), 5),
+        "longest_wait_s": round(beside["longest_s"], 4),
+        "decode_over_text": round(
+            statistics.median(one["rate"] for one in alone)
+            / statistics.median(one["rate"] for one in as_text),
+            4,
+        ),
+    }
+
+
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Measure every image."""
+    assert flags.shape is not None, "images need --shape: checkpoints with towers are not opened here"
+    sizes = [(int(w), int(h)) for w, _, h in (one.partition("x") for one in flags.image.split(","))]
+    engine = open_engine(flags, sizes)
+    plain = engine
+    if flags.mtp_step:
+        flags.mtp_step, depth = 0, flags.mtp_step
+        plain = open_engine(flags, sizes)
+        flags.mtp_step = depth
+    rows = [measure(flags, engine, plain, size) for size in sizes]
+    return {
+        "shape": flags.shape,
+        "device": common.device_name(engine),
+        "mtp_step": flags.mtp_step,
+        "streams": flags.streams,
+        "rows": rows,
+    }
