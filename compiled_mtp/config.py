@@ -332,6 +332,10 @@ class EngineConfig(BaseSettings):
         default=False,
         description="give every slot room for the ids of a given output, as `Engine.score` needs",
     )
+    routed_experts: bool = Field(
+        default=False,
+        description="True to record the experts of every token, for requests with return_routed_experts",
+    )
     synthetic_acceptance: float | None = Field(
         default=None, ge=0.0, le=1.0, description="benchmarks only: accept drafts at this rate, 0 to 1"
     )

@@ -153,7 +153,8 @@ class Engine(WeightControl):
         self.runner = make_runner(spec, progress, fill, save_to=save_to)
         self._depths = rounds = self._make_depths()
         depth, widen = (None, None) if rounds is None else (rounds.choose, rounds.widen)
-        self.scheduler = Scheduler(limits_of(spec, self.runner.memory), depth=depth, widen=widen)
+        limits, read = limits_of(spec, self.runner.memory), self.runner.read_experts
+        self.scheduler = Scheduler(limits, depth=depth, widen=widen, read_experts=read)
         self._masks = Masks(
             vocab_size,
             spec.most_rows(self.runner.memory.max_batch),
@@ -212,7 +213,7 @@ class Engine(WeightControl):
         continuation: Continuation | None = None,
     ) -> list[Request]:
         """Return the choices of a request that fits the limits; `given`: its prompt in one of three forms."""
-        self._check_weights()
+        self._check_serves(params)
         choices = self.frontend.make_request(
             request_id, params, priority=priority, continuation=continuation, **given
         )
@@ -566,10 +567,6 @@ class Engine(WeightControl):
             depths.add_depth(depth)
         elif later.is_done:
             self.runner.later = None
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ValueError("engine must be open, got one that was closed; make another")
 
     def _end_left_streams(self) -> None:
         """End the requests whose streams were left before their end, without an output."""

@@ -195,6 +195,14 @@ class RoundDrafts(NamedTuple):
     is_looked_up: bool = False
 
 
+class RoutedExperts(NamedTuple):
+    """The experts that tokens were routed to: `data` holds little-endian int16 ids [tokens, layers, k], of
+    `shape`, the likeliest expert of each layer first."""
+
+    shape: tuple[int, int, int]
+    data: bytes
+
+
 class RequestOutput(NamedTuple):
     """What one step gave one request: the new tokens and text, and how it ended if it did.
 
@@ -206,7 +214,9 @@ class RequestOutput(NamedTuple):
     output of choice 0, one entry per prompt token except the first; None in all other outputs, and if the
     request ended before its prompt was read. drafts: one entry per verify round that gave these tokens,
     None unless requested. error_kind: the source of the error, None unless the request ended with
-    "error".
+    "error". routed_experts: those of the prompt and of all output tokens but the last, which no layer has
+    seen; in the last output of a request that asked for them, None in others and for one that was aborted or
+    failed.
     """
 
     request_id: str
@@ -220,6 +230,7 @@ class RequestOutput(NamedTuple):
     prompt_logprobs: list[TokenLogprob] | None = None
     drafts: list[RoundDrafts] | None = None
     error_kind: ErrorKind | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 def _no_bytes(token_id: int) -> bytes:

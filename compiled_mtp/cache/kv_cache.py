@@ -51,7 +51,9 @@ class KVCache(nn.Module):
     """The pages of the target's full-attention layers and, last, of the MTP layer; one block table serves
     all.
 
-    Block 0 belongs to no request. A block id is an index into every layer's pages.
+    Block 0 belongs to no request. A block id is an index into every layer's pages. experts [layers,
+    num_blocks, block_size * top_k] int16, if `records_experts`: the experts of each token and layer; else
+    None.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class KVCache(nn.Module):
         device: torch.device,
         *,
         with_draft: bool,
+        records_experts: bool = False,
     ) -> None:
         super().__init__()
         num_layers = config.num_attention_layers
@@ -80,6 +83,11 @@ class KVCache(nn.Module):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._stacks = {"kv": kv} if scale is None else {"kv": kv, "kv_scale": scale}
+        self.experts: torch.Tensor | None = None
+        if records_experts:
+            by_block = (num_blocks, block_size * config.num_experts_per_tok)
+            self.experts = stack(config.num_layers, by_block, torch.int16, device, is_zero=False)
+            self._stacks["experts"] = self.experts
 
     def block_tensors(self) -> dict[str, torch.Tensor]:
         """Return what is copied with a block: views of all layers [num_blocks, layers, ...] int64.

@@ -22,7 +22,7 @@ from compiled_mtp.ops.moe_experts import (
     moe_sums_w4a16,
     moe_sums_w8a8,
 )
-from compiled_mtp.ops.moe_router import moe_router
+from compiled_mtp.ops.moe_router import moe_router, recorded_router
 
 
 class Router(nn.Module):
@@ -45,6 +45,9 @@ class MoE(nn.Module):
     experts, and `shared_gate_up` [2 * width, hidden] and `shared_down` [hidden, width] hold it; else these
     are None.
 
+    record [blocks, block_size * top_k] int16: where `forward` records the experts of its rows; None for no
+    record.
+
     `forward` returns sums [M, hidden]. With several ranks each holds a share of every expert's width, in
     gate, up and down, and `forward` returns one partial per rank [P, M, hidden], which the norm adds. For
     quantised rows, and for prompts that are summed without K splits, the ranks gather the hidden values
@@ -60,6 +63,7 @@ class MoE(nn.Module):
     prompt_down: nn.Parameter
     prompt_down_scale: nn.Parameter | None
     prompt_shared_down: nn.Parameter | None
+    record: torch.Tensor | None
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
         super().__init__()
@@ -86,9 +90,14 @@ class MoE(nn.Module):
             rows = make.empty(*some_rows[1:]) if has_shared else None
             self.register_parameter("prompt_shared_down", rows)
         self.is_float32 = make.dtype == torch.float32
+        self.register_buffer("record", None)
 
     def forward(self, x: Activations, rows: Rows) -> torch.Tensor:
-        weights, ids = moe_router(self.router(plain(x), rows), self.top_k, self.renormalize)
+        logits, how_many = self.router(plain(x), rows), (self.top_k, self.renormalize)
+        if self.record is None:
+            weights, ids = moe_router(logits, *how_many)
+        else:
+            weights, ids = recorded_router(logits, *how_many, rows.slot_mapping, self.record)
         stacks, scales = (self.gate_up, self.down), (self.gate_up_scale, self.down_scale)
         is_prefill, communicator = isinstance(rows, PrefillRows), self.communicator
         if self.quantizes_rows and communicator is None:

@@ -23,6 +23,7 @@ from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
 from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.moe import MoE
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.packing import pack_weights
 from compiled_mtp.models.qwen3_5 import TargetModel
@@ -234,8 +235,18 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     # Before the caches are allocated: making the head takes more memory than the head itself.
     draft_head = spec.drafts.make_head(target.head_rows, device)
     kv_cache = KVCache(
-        model, memory.num_blocks, block_size, spec.kv_dtype, device, with_draft=draft is not None
+        model,
+        memory.num_blocks,
+        block_size,
+        spec.kv_dtype,
+        device,
+        with_draft=draft is not None,
+        records_experts=config.routed_experts,
     )
+    if kv_cache.experts is not None:
+        blocks = [module for module in target.modules() if isinstance(module, MoE)]
+        for moe, record in zip(blocks, kv_cache.experts, strict=True):
+            moe.record = record
     slot_state = SlotState(
         slots,
         spec.max_drafts,

@@ -27,6 +27,7 @@ _OFFLOAD_SHARE = 0.1
 _TOKENS_EACH = 4096
 # Tokens of a prompt per state snapshot in the host tier of the prefix cache, at least.
 _PREFIX_HOST_TOKENS = 512
+_INT16_BYTES = 2
 _INT32_BYTES = 4
 _FLOAT32_BYTES = 4
 # Bytes to whose multiples `RowLayout` rounds a row of packed tensors.
@@ -47,7 +48,8 @@ class CacheShape:
     ring_length: entries of the rings of GDN inputs and conv inputs. kv_bytes and conv_bytes: bytes per
     element; kv_scale_bytes: bytes of the scale of one head's key or value, 0 for a cache without scales.
     sampling_bytes: bytes of a request's sampling tables; hidden_bytes: bytes of one token's hidden state;
-    text_bytes: bytes of the ids of a request's text, 0 without lookup.
+    text_bytes: bytes of the ids of a request's text, 0 without lookup. expert_bytes: bytes of one token's
+    recorded experts in all layers.
     """
 
     num_attention_layers: int
@@ -66,11 +68,13 @@ class CacheShape:
     sampling_bytes: int = 0
     hidden_bytes: int = 0
     text_bytes: int = 0
+    expert_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens in all layers: keys and values, and their scales."""
+        """Bytes of one block of `block_size` tokens in all layers: keys, values, scales and experts."""
         vector_bytes = self.head_dim * self.kv_bytes + self.kv_scale_bytes
-        return 2 * self.num_attention_layers * block_size * self.num_kv_heads * vector_bytes
+        keys_bytes = 2 * self.num_attention_layers * self.num_kv_heads * vector_bytes
+        return block_size * (keys_bytes + self.expert_bytes)
 
     def state_row_bytes(self) -> int:
         """Bytes of one request: float32 state and ring entries of the GDN layers, raw conv inputs, sampling
@@ -279,6 +283,9 @@ def cache_shape(spec: EngineSpec) -> CacheShape:
         sampling_bytes=sampling_bytes(model.vocab_size, spec.max_model_len if spec.config.scoring else 0),
         hidden_bytes=model.hidden_size * spec.dtype.itemsize,
         text_bytes=spec.max_model_len * _INT32_BYTES if spec.has_lookup else 0,
+        expert_bytes=_INT16_BYTES * model.num_layers * model.num_experts_per_tok
+        if spec.config.routed_experts
+        else 0,
     )
 
 

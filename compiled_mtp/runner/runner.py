@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import time
@@ -16,6 +17,7 @@ import torch
 from compiled_mtp.errors import check
 from compiled_mtp.ops.row_logprobs import RowLogprobs as DeviceRowLogprobs
 from compiled_mtp.plan import RowLogprobs, StepPlan, StepResult
+from compiled_mtp.request import RoutedExperts
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.assemble import Fill, Progress, build, make_buckets
 from compiled_mtp.runner.cache_key import early_key, late_key
@@ -94,6 +96,19 @@ class Runner:
                 return self.fail(plan, error)
         is_due = len(self._launches) > self.spec.max_in_flight or plan is None
         return self._finish(*self._launches.popleft()) if self._launches and is_due else None
+
+    def read_experts(self, block_ids: Sequence[int], count: int) -> RoutedExperts:
+        """Return the recorded experts of the first `count` tokens of a request with these blocks.
+
+        Waits for the device.
+        """
+        experts = self.step.kv_cache.experts
+        assert experts is not None
+        top_k, blocks = self.spec.model.num_experts_per_tok, torch.tensor(block_ids, device=experts.device)
+        by_layer = experts[:, blocks].view(experts.shape[0], -1, top_k)[:, :count]
+        ids = by_layer.transpose(0, 1).contiguous().cpu()
+        tokens, layers, _ = ids.shape
+        return RoutedExperts((tokens, layers, top_k), ctypes.string_at(ids.data_ptr(), ids.nbytes))
 
     def set_masks(self, plan: StepPlan, masks: torch.Tensor) -> None:
         """Set the masks of `plan`, which is of kind first or accept and is launched next.

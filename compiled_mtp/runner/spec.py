@@ -180,6 +180,8 @@ def resolve(
     check(is_checkpoint or config.lora is None, "lora", rule, config.lora, remedy)
     device = resolve_device(config.device)
     kind, path = device.type, config.model if is_checkpoint else None
+    rule, remedy = "be False for a model without experts", "leave it out"
+    check(model.is_moe or not config.routed_experts, "routed_experts", rule, True, remedy)
     dtype = getattr(torch, config.resolve_dtype(kind, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     shapes = tuple(RoundShape(depth, depth) for depth in config.depths)

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from compiled_mtp.errors import EngineUnavailableError, check, quote
 from compiled_mtp.plan import StepPlan
+from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.weight_updates import WeightSource, WeightUpdate
 from compiled_mtp.scheduler import Scheduler
@@ -27,6 +28,7 @@ class WeightControl:
     runner: Runner
     scheduler: Scheduler
     _inbox: Inbox
+    _is_closed: bool
     _turn: Turn
     _interruption: str | None
     # Why no request can be served, None while the weights are whole.
@@ -36,9 +38,6 @@ class WeightControl:
     _has_given_weights = False
 
     def _tidy(self) -> None:
-        raise NotImplementedError
-
-    def _check_open(self) -> None:
         raise NotImplementedError
 
     def _step_once(self) -> StepPlan | None:
@@ -139,6 +138,19 @@ class WeightControl:
             self.scheduler.end_begun(held, _REPLACED)
         while not self.scheduler.is_idle(held):
             self._step_once()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("engine must be open, got one that was closed; make another")
+
+    def _check_serves(self, params: SamplingParams | None) -> None:
+        """Raise ValueError while the weights are of no use, and for experts that nothing records."""
+        if params is not None and params.return_routed_experts and not self.runner.spec.config.routed_experts:
+            raise ValueError(
+                "return_routed_experts must be left out of an engine without routed_experts, got True; make "
+                "Engine(..., routed_experts=True)"
+            )
+        self._check_weights()
 
     def _check_weights(self) -> None:
         """Raise ValueError while the weights are of no use."""

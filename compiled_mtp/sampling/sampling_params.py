@@ -22,7 +22,7 @@ _GENERATION_FIELDS = (
 )
 
 _ELSE = "default: the checkpoint's, else"
-_FLAGS = ("ignore_eos", "include_stop", "include_drafts", "parallel_tool_calls")
+_FLAGS = ("ignore_eos", "include_stop", "include_drafts", "parallel_tool_calls", "return_routed_experts")
 
 # Bounds: each request with stop strings keeps a tree of their characters.
 MOST_STOPS = 64
@@ -110,6 +110,11 @@ class SamplingParams(BaseModel):
     guided_choice: tuple[str, ...] | None = Field(default=None, description="the output is one of these")
     guided_grammar: str | None = Field(default=None, description="a Lark grammar of the output")
     include_drafts: bool = Field(default=False, description="list the drafts of each round in the outputs")
+    return_routed_experts: bool = Field(
+        default=False,
+        description="return the experts that every token was routed to, by layer; needs an engine with "
+        "routed_experts",
+    )
     cache_salt: str | None = Field(
         default=None,
         description="the prompt shares cached prefixes only with prompts of the same salt, at most 256 "

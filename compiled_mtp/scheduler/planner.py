@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
-from compiled_mtp.plan import BlockUpdate, Copy, Draft, Location, Move, PlanKind, PromptChunk, StepPlan
+from compiled_mtp.plan import BlockUpdate, Copy, Location, Move, PlanKind, PromptChunk, StepPlan
 from compiled_mtp.request import new_tuple
 from compiled_mtp.scheduler.admission import Admission
 from compiled_mtp.scheduler.phases import RequestPhase
@@ -433,7 +433,7 @@ class Planner:
             "verify" if is_two_phase else "decode",
             self.decoding_slots,
             self._decoding_generations,
-            [upload for one in self._with_known for upload in _known_drafts(one, verify)],
+            [upload for one in self._with_known for upload in one.known_drafts(verify)],
             shape=new_tuple(RoundShape, (verify, depth)),
             num_drafts=num_drafts,
             catches_up=self._catches_up(depth),
@@ -556,12 +556,6 @@ class Planner:
         if not 0 <= depth <= mtp_step:
             raise ValueError(f"depth must be 0 to {mtp_step} (mtp_step), got {depth}; choose another")
         return depth
-
-
-def _known_drafts(scheduled: ScheduledRequest, verify: int) -> Iterator[Draft]:
-    """Yield the known tokens that a request's next round verifies as drafts."""
-    if scheduled.known is not None and (known := scheduled.known.plan_round(verify)):
-        yield Draft(scheduled.slot, tuple(known))
 
 
 def _least_output(scheduled: ScheduledRequest, in_flight: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from compiled_mtp.cache.block_pool import BlockPool
-from compiled_mtp.plan import BlockUpdate, Copy, Location, Release
+from compiled_mtp.plan import BlockUpdate, Copy, Draft, Location, Release
 from compiled_mtp.request import NO_DRAFT, Request
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase, check_transition
@@ -91,6 +91,11 @@ class ScheduledRequest:
         uploaded = () if self.known is None else self.known.uploaded
         known = [*uploaded, *self.drafts[len(uploaded) : verify]]
         return known + [NO_DRAFT] * (verify - len(known))
+
+    def known_drafts(self, verify: int) -> Iterator[Draft]:
+        """Plan the known tokens that the next round of `verify` drafts verifies; yield their upload."""
+        if self.known is not None and (token_ids := self.known.plan_round(verify)):
+            yield Draft(self.slot, tuple(token_ids))
 
     def reset_progress(self) -> None:
         """Reset slot, blocks and progress for a new start; output tokens become a replay."""

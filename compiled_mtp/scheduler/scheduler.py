@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
@@ -17,6 +17,7 @@ from compiled_mtp.request import (
     Request,
     RequestOutput,
     RoundDrafts,
+    RoutedExperts,
     new_tuple,
 )
 from compiled_mtp.scheduler.limits import Limits
@@ -42,11 +43,20 @@ class Scheduler:
     A request is admitted when there are blocks for its prompt and for the next tokens of all requests
     (`Admission`). When blocks run short, the request of the worst rank is preempted (`Preemption`): it is
     offloaded to host memory, which holds host_records requests and host_blocks blocks, or it waits again and
-    is replayed (`Replay`). For use from one thread; `limits` and `has_id` from any.
+    is replayed (`Replay`). read_experts(block ids, number of tokens) returns the recorded experts of a
+    request that still owns these blocks. For use from one thread; `limits` and `has_id` from any.
     """
 
-    def __init__(self, limits: Limits, *, depth: Depth | None = None, widen: Widen | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        depth: Depth | None = None,
+        widen: Widen | None = None,
+        read_experts: Callable[[Sequence[int], int], RoutedExperts] | None = None,
+    ) -> None:
         self.limits = limits
+        self._read_experts = read_experts
         self._resources = Resources(limits)
         self._planner = Planner(self._resources, depth, widen)
         # The choices that have not ended, by request id.
@@ -348,11 +358,21 @@ class Scheduler:
                 request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
                 # `append` ends a request with an error only when its grammar cannot continue.
                 "parameters" if reason == "error" else None,
+                self._experts_of(scheduled) if reason in ("stop", "length") else None,
             )
             outputs.append(new_tuple(RequestOutput, fields))
             request.commit()
             if reason is not None:
                 self._finish(scheduled)
+
+    def _experts_of(self, scheduled: ScheduledRequest) -> RoutedExperts | None:
+        """Read the recorded experts of a request that ends; None unless it asked for them."""
+        request = scheduled.request
+        if self._read_experts is None or not request.params.return_routed_experts:
+            return None
+        # The last token was never an input.
+        count = request.prompt_len + len(request.output_token_ids) - 1
+        return self._read_experts(scheduled.block_ids[: self.limits.blocks_up_to(count - 1)], count)
 
     def _take_last_tokens(self, result: StepResult, index: int, num_drafts: int | None, now_s: float) -> None:
         """Take the tokens before one that could not be drawn, and end the request.

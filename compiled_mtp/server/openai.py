@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import uuid
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.async_engine import Stream
-from compiled_mtp.request import RequestOutput, RoundDrafts, SamplingParams
+from compiled_mtp.request import RequestOutput, RoundDrafts, RoutedExperts, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.server import logprob_fields
 from compiled_mtp.server.errors import ApiError
@@ -64,6 +65,7 @@ class _Choice:
     offset: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
     drafts: list[RoundDrafts] = field(default_factory=list)
+    routed_experts: RoutedExperts | None = None
     finish_reason: str | None = None
 
     def part(self, output: RequestOutput) -> list[Delta]:
@@ -87,6 +89,7 @@ class _Choice:
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.drafts += output.drafts or ()
+        self.routed_experts = output.routed_experts
         return deltas
 
 
@@ -261,7 +264,7 @@ class OpenAIHandlers:
             guided_grammar=body.guided_grammar,
             tools=shown_tools or None,
         )
-        for name in ("prompt_logprobs", "echo") if body.stream else ():
+        for name in ("prompt_logprobs", "echo", "return_routed_experts") if body.stream else ():
             if (value := getattr(body, name)) not in (None, False):
                 raise ApiError(
                     400,
@@ -430,6 +433,9 @@ class _Answer:
             entry |= self._echo(choice, self.body)
         if self.body.include_drafts:
             entry |= round_fields(self._tokenizer, choice.token_ids, choice.drafts)
+        if (experts := choice.routed_experts) is not None:
+            data = base64.b64encode(experts.data).decode()
+            entry["routed_experts"] = {"shape": experts.shape, "dtype": "int16", "data": data}
         return entry | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
     def _echo(self, choice: _Choice, body: CompletionBody) -> dict[str, Any]:

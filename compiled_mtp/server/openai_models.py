@@ -31,6 +31,7 @@ SAME_NAMES = (
     "prompt_logprobs",
     "cache_salt",
     "include_drafts",
+    "return_routed_experts",
     "bad_words",
     "allowed_token_ids",
     "logprobs_mode",
@@ -87,6 +88,10 @@ class SamplingBody(Body):
     )
     prompt_logprobs: int | None = Field(
         default=None, description="likeliest tokens reported per position of the prompt; not in streams"
+    )
+    return_routed_experts: bool | None = Field(
+        default=None,
+        description="choices have the experts of their tokens, as base64 of int16; not in streams",
     )
     return_token_ids: bool | None = Field(
         default=None, description="choices have their token ids; answers that are no streams the prompt's too"

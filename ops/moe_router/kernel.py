@@ -17,6 +17,8 @@ def moe_router_kernel(
     weights,
     ids,
     row_stride,
+    slot_mapping,
+    record,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -54,6 +56,10 @@ def moe_router_kernel(
     to = row * (TOP_K + 1) + slot
     tl.store(weights + to, weight, mask=slot <= TOP_K)
     tl.store(ids + to, chosen_id, mask=slot <= TOP_K)
+    if record is not None:
+        at = tl.load(slot_mapping + row)
+        if at >= 0:
+            tl.store(record + at * TOP_K + slot, chosen_id.to(tl.int16), mask=slot < TOP_K)
 
 
 def configuration(experts: int, top_k: int) -> tuple[int, int]:
@@ -62,7 +68,20 @@ def configuration(experts: int, top_k: int) -> tuple[int, int]:
 
 
 def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    logits, top_k = args.logits, args.top_k
+    return run(args.logits, args.top_k, args.renormalize, None, None)
+
+
+def launch_recorded_router(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return run(args.logits, args.top_k, args.renormalize, args.slot_mapping, args.record)
+
+
+def run(
+    logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    slot_mapping: torch.Tensor | None,
+    record: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, experts = logits.shape[0], logits.shape[1] - 1
     block, slots = configuration(experts, top_k)
     weights = torch.empty((rows, top_k + 1), dtype=torch.float32, device=logits.device)
@@ -73,11 +92,13 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             weights,
             ids,
             logits.stride(0),
+            slot_mapping,
+            record,
             EXPERTS=experts,
             BLOCK=block,
             TOP_K=top_k,
             SLOTS=slots,
-            RENORMALIZE=args.renormalize,
+            RENORMALIZE=renormalize,
             num_warps=1,
             **OPTIONS,
         )

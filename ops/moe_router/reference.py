@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.numerics import sigmoid
 from compiled_mtp.ops.registry import operator
-from compiled_mtp.ops.signature import F32, I32
+from compiled_mtp.ops.signature import CONTIGUOUS, F32, I32, I64, Remedy
 
 
 def _are_experts(columns: int, top_k: int) -> None:
@@ -42,3 +42,28 @@ def moe_router(
     shared_id = torch.full_like(ids[:, :1], routed.shape[1])
     weights = torch.cat([chosen / total, sigmoid(shared)], dim=1)
     return weights, torch.cat([ids, shared_id], dim=1).to(torch.int32)
+
+
+def _holds_choices(columns: int, top_k: int, width: int) -> None:
+    _are_experts(columns, top_k)
+    if width % top_k:
+        raise fail("record", f"hold {top_k} ids a token in each block", width, "pass KVCache's")
+
+
+@operator(mutates=("record",), check=_holds_choices)
+def recorded_router(
+    logits: Annotated[Tensor, "M columns", F32],
+    top_k: int,
+    renormalize: bool,
+    slot_mapping: Annotated[Tensor, "M", I64, Remedy("pass one entry a row")],
+    record: Annotated[Tensor, "blocks width", torch.int16, CONTIGUOUS, Remedy("pass this layer's record")],
+) -> tuple[Annotated[Tensor, "M top_k+1", F32], Annotated[Tensor, "M top_k+1", I32]]:
+    """Do what `moe_router` does, and record each row's chosen experts, without the shared one.
+
+    slot_mapping [M]: the kv_index of a row, -1 for a row that is not recorded. Mutates record [blocks,
+    block_size * top_k]: the ids of the token at kv_index i begin at element i * top_k.
+    """
+    weights, ids = moe_router.reference(logits, top_k, renormalize)
+    is_recorded = slot_mapping >= 0
+    record.view(-1, top_k)[slot_mapping[is_recorded]] = ids[is_recorded, :top_k].to(torch.int16)
+    return weights, ids

@@ -125,6 +125,8 @@ def test_a_completion_is_made_again_below(page: Page, scripted: Running, talker:
     page.ask("x = ")
     page.wait_for_end()
     talker.say("twice")
+    # The mode is that of the answer again.
+    page.choose("chat")
     click(page, "Regenerate")
     page.wait_for_end(2)
     assert page.texts(".answer:not(.reasoning)") == ["x = once", "x = twice"]

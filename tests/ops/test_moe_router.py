@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops.moe_router import moe_router
-from tests.ops.harness import check_compiles, check_registration, poisoned_allocations
+from compiled_mtp.ops.moe_router import moe_router, recorded_router
+from tests.ops.harness import check_compiles, check_launch, check_registration, poisoned_allocations
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,41 @@ def test_kernel_in_interpreter(interpreter: None, experts: int, top_k: int, reno
     expected, expected_ids = moe_router.reference(logits, top_k, renormalize)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-8, equal_nan=True)
+
+
+def record_arguments(rows: int, experts: int, top_k: int) -> tuple[torch.Tensor, ...]:
+    """Return logits, the kv_index of each row, some not recorded, and a record that holds other ids."""
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, experts + 1, generator=generator) * 3
+    slots = torch.randperm(3 * 16, generator=generator)[:rows]
+    slots[1::3] = -1
+    return logits, slots, torch.full((3, 16 * top_k), -7, dtype=torch.int16)
+
+
+@pytest.mark.parametrize("top_k", [2, 5])
+def test_choices_are_recorded_by_kv_index(top_k: int) -> None:
+    logits, slots, record = record_arguments(9, 40, top_k)
+    found = recorded_router(logits, top_k, True, slots, record)
+    for one, other in zip(found, moe_router(logits, top_k, True), strict=True):
+        assert torch.equal(one, other)
+    entries = record.view(-1, top_k)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert entries[slot].tolist() == found[1][row, :top_k].tolist()
+    assert int((entries == -7).all(1).sum()) == 48 - int((slots >= 0).sum())
+    with pytest.raises(ValueError, match="record must hold 2 ids a token in each block, got 33"):
+        recorded_router(logits, 2, True, slots, torch.zeros(3, 33, dtype=torch.int16))
+
+
+def test_the_recording_kernel_in_interpreter(interpreter: None) -> None:
+    logits, slots, record = record_arguments(9, 50, 5)
+    check_launch(recorded_router, (logits, 5, True, slots, record), rtol=1e-6, atol=1e-8, mutated=(4,))
+
+
+def test_registration_and_compile_of_the_recording() -> None:
+    cases = []
+    for rows in (1, 5):
+        logits, slots, record = record_arguments(rows, 8, 2)
+        cases.append((logits, 2, True, slots, record))
+    check_registration(torch.ops.compiled_mtp.recorded_router.default, cases[1])
+    check_compiles(recorded_router, cases)

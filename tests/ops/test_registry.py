@@ -25,6 +25,7 @@ MUTATED = {
     "conv_prefill": {"conv_ring"},
     "gdn_verify": {"state", "ring_k", "ring_u", "ring_g"},
     "gdn_prefill": {"state"},
+    "recorded_router": {"record"},
     "accept_window": {"base", "pos", "last_token", "output_counts", "recent_ids", "token_ids"},
     "find_drafts": {"drafts", "matched", "threshold", "chain_kept"},
 }

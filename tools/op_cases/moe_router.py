@@ -6,12 +6,21 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from compiled_mtp.ops.moe_router import moe_router
-from op_cases import ROWS, LaunchCase, ModelShape, OpCase, Source, check_reference, launch
+import torch
+
+from compiled_mtp.ops.moe_router import moe_router, recorded_router
+from op_cases import BLOCK_SIZE, ROWS, LaunchCase, ModelShape, OpCase, Source, check_reference, launch
 
 
 def make_inputs(device: Any, seed: int | None, rows: int, experts: int, top_k: int) -> tuple[Any, ...]:
     return Source(device, seed).normal(rows, experts + 1) * 2, top_k, True
+
+
+def make_recorded(device: Any, seed: int | None, rows: int, experts: int, top_k: int) -> tuple[Any, ...]:
+    source = Source(device, seed)
+    slots = torch.zeros(rows, dtype=torch.int64, device=device)
+    record = torch.zeros(2, BLOCK_SIZE * top_k, dtype=torch.int16, device=device)
+    return source.normal(rows, experts + 1) * 2, top_k, True, slots, record
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
@@ -29,3 +38,5 @@ def launches(capability: int) -> Iterator[LaunchCase]:
     for experts, top_k in ((256, 8), (512, 10)):
         make = functools.partial(make_inputs, rows=ROWS, experts=experts, top_k=top_k)
         yield launch(f"{experts}-{top_k}", moe_router, make)
+        recorded = functools.partial(make_recorded, rows=ROWS, experts=experts, top_k=top_k)
+        yield launch(f"recorded-{experts}-{top_k}", recorded_router, recorded)

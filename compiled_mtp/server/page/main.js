@@ -109,14 +109,22 @@ function edit(answer) {
   edited = answer;
   byId("editing").hidden = answer === null;
   if (answer === null) return;
+  chooseModeOf(answer);
   prompt.value = answer.asked;
   prompt.focus();
+}
+
+/** Choose the mode in which an answer was asked for. */
+function chooseModeOf(answer) {
+  document.querySelector(`input[value=${answer.isChat ? "chat" : "text"}]`).checked = true;
+  showMode();
 }
 
 /** Ask for an answer again, in the place of the turns from it on; a completion is answered below. */
 function again(answer) {
   if (running) return;
   edit(null);
+  chooseModeOf(answer);
   send(answer.asked, answer.isChat ? answer : null);
 }
 
