@@ -160,10 +160,8 @@ class Engine(WeightControl):
             make_runner = LeadRunner
         spec = resolve(self.config, self.model_config, num_valid_ids, is_checkpoint=fill is None)
         self.runner = make_runner(spec, progress, fill, save_to=save_to)
-        self._depths = self._make_depths()
-        depth = widen = None
-        if self._depths is not None:
-            depth, widen = self._depths.choose, self._depths.widen
+        self._depths = rounds = self._make_depths()
+        depth, widen = (None, None) if rounds is None else (rounds.choose, rounds.widen)
         limits, read = limits_of(spec, self.runner.memory), self.runner.read_experts
         self.scheduler = Scheduler(limits, depth=depth, widen=widen, read_experts=read)
         self._masks = Masks(
@@ -582,12 +580,11 @@ class Engine(WeightControl):
 
     def _make_depths(self) -> DepthPolicy | None:
         """Return the policy that chooses the shape of each round; None if all rounds have the same."""
-        spec = self.runner.spec
+        depths, spec = self.config.depths, self.runner.spec
         if self.config.mtp_step != "auto" and not spec.wide_shapes:
             return None
-        depths, programs = self.config.depths, self.runner.programs
         begin = first_depth(depths)
-        sizes = [b.groups for b in programs.buckets if b.shape == (begin, begin)]
+        sizes = [b.groups for b in self.runner.programs.buckets if b.shape == (begin, begin)]
         ready = depths if self.runner.later is None else (begin,)
         return DepthPolicy(ready, sizes, max_drafts=spec.max_drafts)
 

@@ -17,7 +17,6 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
 from compiled_mtp.plan import (
@@ -30,13 +29,14 @@ from compiled_mtp.plan import (
     PromptChunk,
     StepPlan,
 )
-from compiled_mtp.request import Request, new_tuple
+from compiled_mtp.request import new_tuple
 from compiled_mtp.scheduler.admission import Admission
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
 from compiled_mtp.scheduler.prompts import Prompts
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
 from compiled_mtp.scheduler.waiting_queue import WaitingQueue
+from compiled_mtp.scheduler.wants import Wants, wants_of
 
 Depth = Callable[[int, int, bool], int]
 """Returns how many drafts the next round verifies and leaves, 0 to mtp_step.
@@ -48,29 +48,13 @@ Widen = Callable[[], bool]
 """Returns whether the next round, of the depth that `Depth` returned last, verifies all looked-up drafts."""
 
 
-class _Wants(NamedTuple):
-    """What at least one request of a launch needs beside its tokens.
-
-    Two phases; masks of a grammar; the most likely ids listed with log probabilities (-1: none); log
-    probabilities of processed logits; the drafts that the launch leaves. are_all_given: the output of every
-    request is given.
-    """
-
-    is_two_phase: bool = False
-    is_guided: bool = False
-    logprobs: int = -1
-    has_processed_logprobs: bool = False
-    has_drafts: bool = False
-    are_all_given: bool = False
-
-
 @dataclass(slots=True)
 class _OpenRound:
     """A two-phase round whose verify is planned and whose accept is not."""
 
     plan: StepPlan
     members: list[ScheduledRequest]
-    wants: _Wants
+    wants: Wants
 
 
 class Planner:
@@ -121,7 +105,7 @@ class Planner:
         # Those of the decoding requests whose next tokens are known.
         self._with_known: list[ScheduledRequest] = []
         # What the requests of the next rounds need.
-        self._wants = _Wants()
+        self._wants = Wants()
         # Copies and block-table entries for the next plan.
         self._copies: list[Copy] = []
         self._block_updates: list[BlockUpdate] = []
@@ -307,7 +291,7 @@ class Planner:
             if leaving is None:
                 break
             self._preempt(leaving)
-        self._wants = _wants([scheduled.request for scheduled in decoding])
+        self._wants = wants_of([scheduled.request for scheduled in decoding])
         self._with_known = [scheduled for scheduled in decoding if scheduled.known is not None]
         self.decoding_slots = tuple(scheduled.slot for scheduled in decoding)
         self._decoding_generations = tuple(scheduled.generation for scheduled in decoding)
@@ -426,7 +410,7 @@ class Planner:
     def _plan_first(self, scheduled: ScheduledRequest) -> StepPlan:
         """Plan the first token of a two-phase request whose last prompt chunk is planned."""
         self._end_prefill(scheduled)
-        wants = _wants([scheduled.request])
+        wants = wants_of([scheduled.request])
         return self._make_plan(
             "first",
             (scheduled.slot,),
@@ -587,24 +571,6 @@ class Planner:
         if not 0 <= depth <= mtp_step:
             raise ValueError(f"depth must be 0 to {mtp_step} (mtp_step), got {depth}; choose another")
         return depth
-
-
-def _wants(requests: Sequence[Request]) -> _Wants:
-    has_drafts = any(request.params.include_drafts for request in requests)
-    two_phase = [request for request in requests if request.is_two_phase]
-    if not two_phase:
-        return _Wants(has_drafts=has_drafts)
-    listed = max(-1 if (most := request.params.logprobs) is None else most for request in two_phase)
-    is_guided = any(request.guide is not None for request in two_phase)
-    has_processed = any(request.has_processed_logprobs for request in two_phase)
-    return _Wants(
-        True,
-        is_guided,
-        listed,
-        has_processed,
-        has_drafts=has_drafts or is_guided,
-        are_all_given=all(request.forced_ids for request in requests),
-    )
 
 
 def _least_output(scheduled: ScheduledRequest, in_flight: int) -> int:
