@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from compiled_mtp.graphs.buckets import lay_out
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, EncodeSlice, Location, Move, PromptChunk
+from compiled_mtp.request import Request
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest, block_table_row
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
@@ -188,7 +189,7 @@ class Prompts:
     def _start_slot(self, scheduled: ScheduledRequest) -> list[Move]:
         """Return the moves of a request's first plan: its parameters, and the state of its cached prefix."""
         request = scheduled.request
-        text = tuple(request.prompt_token_ids) if self._resources.limits.has_lookup else ()
+        text = _text_of(request) if self._resources.limits.has_lookup else ()
         admit = Admit(scheduled.slot, slot_sampling(request), text=text, rotary_delta=request.rotary_delta)
         moves: list[Move] = [admit]
         if (resumption := scheduled.resumption) is not None:
@@ -222,3 +223,11 @@ class Prompts:
 def _has_images(scheduled: ScheduledRequest, start: int) -> bool:
     """Return whether an image of the prompt reaches beyond position `start`."""
     return any(image.span.end > start for image in scheduled.request.images)
+
+
+def _text_of(request: Request) -> tuple[int, ...]:
+    """The prompt's ids, in which drafts are looked up; -1 for tokens of images, which match nothing."""
+    ids = list(request.prompt_token_ids)
+    for image in request.images:
+        ids[image.span.start : image.span.end] = [-1] * image.span.num_tokens
+    return tuple(ids)

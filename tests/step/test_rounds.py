@@ -192,7 +192,8 @@ def test_kernels_beside_the_programs_can_be_launched_ahead(
     assert len(rounds) == 16
     assert sorted(rows["filter_logits"], reverse=True) == rounds + firsts + firsts
     assert sorted(rows["sample masked"], reverse=True) == rounds + firsts
-    assert sorted(rows["row_logprobs"]) == sorted([*rounds, *firsts, *firsts, SLICE_ROWS])
+    # Of raw and of processed logits.
+    assert sorted(rows["row_logprobs"]) == sorted([*rounds, *firsts, *firsts] * 2 + [SLICE_ROWS])
     assert runner.programs.two_phase.num_rows == 0
     driver = Driver(runner)
     mixed_rounds(driver)

@@ -347,3 +347,14 @@ def test_draft_logits_are_those_of_a_head_with_features(dense: Path, dense_oracl
         mtp.layers[0](inputs, before, position_embeddings=target, **how),
     ):
         assert float((head(got[1:]) - head(other[0])).abs().max()) > 0.1
+
+
+def test_tokens_of_images_are_not_looked_up(dense: Path) -> None:
+    engine = engine_with_images(dense, lookup="auto", max_batch=1)
+    pad = pad_of(dense)
+    prompt = make_prompt(SIZES[1], 1, pad)
+    add(engine, "image", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+    run_to_end(engine)
+    ids, expanded = engine.runner.step.slots.token_ids, expand(engine, prompt)
+    assert ids is not None
+    assert ids[1, : len(expanded)].tolist() == [-1 if token == pad else token for token in expanded]
