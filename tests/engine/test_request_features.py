@@ -251,7 +251,7 @@ def check_drafts(params: SamplingParams, output: RequestOutput) -> None:
     if output.drafts is None:
         return
     tokens, metrics = output.new_token_ids[1:], output.metrics
-    for drafts, num_accepted in output.drafts:
+    for drafts, num_accepted, _ in output.drafts:
         assert drafts[:num_accepted] == tokens[:num_accepted]
         if num_accepted < len(drafts) and num_accepted < len(tokens):
             assert drafts[num_accepted] != tokens[num_accepted]
