@@ -24,7 +24,7 @@ from compiled_mtp.errors import check_type, quote
 from compiled_mtp.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:  # Its module imports torch.
-    from compiled_mtp.engine import EngineStats
+    from compiled_mtp.spec.engine_stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

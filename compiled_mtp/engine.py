@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -39,78 +38,11 @@ from compiled_mtp.runner.weight_control import WeightControl, not_alone
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.inbox import Inbox, id_in_use
 from compiled_mtp.scheduler.turn import Turn
-from compiled_mtp.spec.depth import Reason, first_depth
+from compiled_mtp.spec.depth import first_depth
+from compiled_mtp.spec.engine_stats import EngineStats, Totals
 from compiled_mtp.spec.policy import DepthPolicy
 from compiled_mtp.spec.stats import SpeculationStats
 from compiled_mtp.vision.images import ImageInput
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Totals:
-    """Sums over the requests whose last output was returned to the caller."""
-
-    finished: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    speculation: SpeculationStats
-    image_tokens: int
-    image_speculation: SpeculationStats
-
-    def plus(self, output: RequestOutput) -> _Totals:
-        metrics = output.metrics
-        return _Totals(
-            self.finished + 1,
-            self.prompt_tokens + metrics.prompt_tokens,
-            self.cached_tokens + metrics.cached_tokens,
-            self.output_tokens + metrics.output_tokens,
-            self.speculation.plus(metrics),
-            self.image_tokens + metrics.image_tokens,
-            self.image_speculation.plus(metrics) if metrics.image_tokens else self.image_speculation,
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine holds now, and sums over its lifetime.
-
-    Now: running, waiting, blocks_used of blocks_total (KV blocks of block_size tokens that requests hold),
-    prefix_bytes (device memory of the prefix cache) and prefix_host_bytes (host memory of its host tier). Of
-    prefix_lookups requests of at least one whole chunk, prefix_hits resumed after a cached prefix,
-    prefix_host_hits of these from the host tier; prefix_evictions counts evicted state snapshots. offloads
-    and recomputes count preemptions for lack of blocks: to host memory, or back to the queue with tokens to
-    compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the batch's rounds by depth and
-    then by reason: "best", "probe", "retry" or "only" (no other depth was ready). images: those that the
-    vision tower has encoded. The other fields sum over finished requests, image_speculation over those with
-    images, which speculation counts too.
-    """
-
-    running: int
-    waiting: int
-    finished: int
-    blocks_used: int
-    blocks_total: int
-    prompt_tokens: int
-    output_tokens: int
-    speculation: SpeculationStats
-    rounds_by_depth: Mapping[int, Mapping[Reason, int]] = dataclasses.field(default_factory=dict)
-    cached_tokens: int = 0
-    prefix_hits: int = 0
-    prefix_lookups: int = 0
-    prefix_evictions: int = 0
-    prefix_bytes: int = 0
-    prefix_host_hits: int = 0
-    prefix_host_bytes: int = 0
-    offloads: int = 0
-    recomputes: int = 0
-    images: int = 0
-    image_tokens: int = 0
-    image_speculation: SpeculationStats | None = None
-
-    @property
-    def withdrawals(self) -> int:
-        """`recomputes` under its old name; the next version drops it."""
-        return self.recomputes
 
 
 class Engine(WeightControl):
@@ -183,7 +115,7 @@ class Engine(WeightControl):
         # The streams of requests whose outputs go to a stream of their own, by request id.
         self._streams: dict[str, weakref.ref[Generator[RequestOutput, None, None]]] = {}
         nothing = SpeculationStats.empty(spec.mtp_step)
-        self._totals = _Totals(0, 0, 0, 0, nothing, 0, nothing)
+        self._totals = Totals(0, 0, 0, 0, nothing, 0, nothing)
 
     def add_request(
         self,

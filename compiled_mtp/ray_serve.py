@@ -44,7 +44,7 @@ from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.serve import assemble_service, name_model, settle_interpreter
 
 if TYPE_CHECKING:
-    from compiled_mtp.engine import EngineStats
+    from compiled_mtp.spec.engine_stats import EngineStats
 
 logger = logging.getLogger("compiled_mtp.replicas")
 

@@ -70,11 +70,7 @@ class RequestProcessor:
         grammar that does not compile.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
-        names = [name for name, value in given.items() if value is not None]
-        if len(names) != 1:
-            raise ValueError(
-                f"prompt, prompt_token_ids and messages must be given exactly once, got {names}; choose one"
-            )
+        names = _only_one(given)
         check_type("prompt", prompt, str, "pass ids as prompt_token_ids")
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         check_priority(priority)
@@ -101,13 +97,7 @@ class RequestProcessor:
         params = self._with_special_stops(params)
         forced_ids = () if continuation is None else self._forced_ids(continuation)
         if forced_ids:
-            check(params.n == 1, "n", "be 1 with a continuation", params.n, "leave it out")
-            scored = {
-                "max_tokens": len(forced_ids),
-                "logprobs": params.logprobs or 0,
-                "logprobs_mode": "both",
-            }
-            params = params.model_copy(update=scored)
+            params = _scored(params, len(forced_ids))
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_ids(name, getattr(params, name) or ())
         bad_words = self._encode_bad_words(params)
@@ -257,3 +247,20 @@ def _as_chat(messages: Any) -> list[Mapping[str, Any]]:
     if not is_chat or isinstance(messages, str):
         raise ValueError(f"messages must be a list of mappings, got {quote(messages)}; give each a role")
     return list(messages)
+
+
+def _only_one(given: Mapping[str, object]) -> list[str]:
+    """Return the name of the one form of the prompt that is given. Raises ValueError for none or several."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ValueError(
+            f"prompt, prompt_token_ids and messages must be given exactly once, got {names}; choose one"
+        )
+    return names
+
+
+def _scored(params: SamplingParams, num_tokens: int) -> SamplingParams:
+    """Return the parameters of a request whose output of num_tokens tokens is given."""
+    check(params.n == 1, "n", "be 1 with a continuation", params.n, "leave it out")
+    scored = {"max_tokens": num_tokens, "logprobs": params.logprobs or 0, "logprobs_mode": "both"}
+    return params.model_copy(update=scored)

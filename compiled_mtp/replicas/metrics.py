@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from compiled_mtp.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from compiled_mtp.engine import EngineStats
+    from compiled_mtp.spec.engine_stats import EngineStats
 
 
 class ReplicaMetrics(Metrics):
@@ -64,7 +64,7 @@ class ReplicaMetrics(Metrics):
 def _empty_stats() -> EngineStats:
     """Return the stats of no engine: zeros."""
     # Imported here: it imports torch, as unpickling a replica's first stats does.
-    from compiled_mtp.engine import EngineStats
+    from compiled_mtp.spec.engine_stats import EngineStats
     from compiled_mtp.spec.stats import SpeculationStats
 
     return EngineStats(0, 0, 0, 0, 0, 0, 0, SpeculationStats.empty(0))

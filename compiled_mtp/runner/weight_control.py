@@ -146,7 +146,11 @@ class WeightControl:
 
     def _check_serves(self, params: SamplingParams | None) -> None:
         """Raise ValueError while the weights are of no use, and for experts that nothing records."""
-        if params is not None and params.return_routed_experts and not self.runner.spec.config.routed_experts:
+        if (
+            isinstance(params, SamplingParams)
+            and params.return_routed_experts
+            and not self.runner.spec.config.routed_experts
+        ):
             raise ValueError(
                 "return_routed_experts must be left out of an engine without routed_experts, got True; make "
                 "Engine(..., routed_experts=True)"

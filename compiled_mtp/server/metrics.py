@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from compiled_mtp.request import RequestOutput
 
 if TYPE_CHECKING:
-    from compiled_mtp.engine import EngineStats
+    from compiled_mtp.spec.engine_stats import EngineStats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -24,7 +25,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from compiled_mtp.async_engine import AsyncEngine, SteppedEngine
 from compiled_mtp.config import EngineConfig, Torchrun
 from compiled_mtp.frontend.hub import is_repository
-from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.reasoning import find_reasoning
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import VisionConfig
@@ -40,6 +40,9 @@ from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.terminal.console import EXIT_OK, Interrupts, run_command
 from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
+
+if TYPE_CHECKING:  # Its module imports torch.
+    from compiled_mtp.frontend.processor import RequestProcessor
 
 logger = logging.getLogger("compiled_mtp.server")
 

@@ -172,7 +172,7 @@ class ScriptedEngine:
 
     def stats(self) -> Any:
         """Return statistics like the engine's."""
-        from compiled_mtp.engine import EngineStats
+        from compiled_mtp.spec.engine_stats import EngineStats
         from compiled_mtp.spec.stats import SpeculationStats
 
         running = len(self._running)

@@ -12,13 +12,13 @@ import openai
 import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
-from compiled_mtp.engine import EngineStats
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import LOOKED_UP, RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
 from compiled_mtp.sampling.tool_calls import from_tools
 from compiled_mtp.server.generation import RoundCounter, Usage
 from compiled_mtp.server.metrics import Metrics
+from compiled_mtp.spec.engine_stats import EngineStats
 from compiled_mtp.spec.stats import SpeculationStats
 from tests.sampling.grammars import compiler
 from tests.sampling.test_tool_calls import takes
