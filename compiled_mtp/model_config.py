@@ -192,7 +192,7 @@ class ModelConfig:
 
     @property
     def active_weights(self) -> int:
-        """Weights of the layers that a token is multiplied by, without embedding and head."""
+        """Weights that multiply one token in all layers; embedding and head do not count."""
         hidden, ffn = self.hidden_size, 3 * self.intermediate_size
         if self.is_moe:
             experts = self.num_experts_per_tok * self.moe_intermediate_size

@@ -130,7 +130,7 @@ class RequestMetrics(NamedTuple):
 
     @property
     def drafted(self) -> int:
-        """Drafts that the rounds verified, whoever made them."""
+        """Drafts that the rounds verified, from the MTP head and from the text."""
         return sum(pair % LOOKED_UP // _MOST_KEPT for pair in self.history.rounds[: self.rounds])
 
     @property

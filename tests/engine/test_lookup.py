@@ -221,7 +221,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 def test_a_grammar_masks_the_rows_of_looked_up_drafts(
     tmp_path: Path, forced: None, max_in_flight: int
 ) -> None:
-    """Masks are made for exactly the drafts that a round verifies, whoever made them."""
+    """Masks are made for exactly the drafts that a round verifies, from either source."""
     write_small_checkpoint(tmp_path)
     given = {
         f"{name}-{temperature}": SamplingParams(
