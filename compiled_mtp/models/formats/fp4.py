@@ -114,7 +114,7 @@ class NVFP4(_FP4):
     def row_factors(self, rows: int, device: torch.device) -> torch.Tensor:
         """The tensor's factor, or what multiplies instead of it, for each row."""
         whole = self.whole(self.factor).float().reshape(1)
-        return self.finish(torch.ones(1), whole).to(device).expand(rows)
+        return self.finish(torch.ones_like(whole), whole).to(device).expand(rows)
 
     def finish(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Apply the tensor's factor to the values."""

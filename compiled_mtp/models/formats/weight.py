@@ -6,14 +6,16 @@ Every format is a subclass of `PackedWeight` in its own module, listed in `catal
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from typing import ClassVar
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
 
 from compiled_mtp.errors import check
 from compiled_mtp.models.formats.claims import Claims
-from compiled_mtp.models.headers import Header
+from compiled_mtp.models.headers import Header, ReadTensors
 from compiled_mtp.models.stored_weight import Region
 
 FLOATS = ("BF16", "F16", "F32")
@@ -76,12 +78,23 @@ class PackedWeight(ABC):
 
     def part(self, suffix: str, *region: slice, device: torch.device | None = None) -> torch.Tensor:
         """A region of one of the tensors."""
-        return self.parts[suffix].read(region).to(device)
+        return self.parts[suffix].read(region, device).to(device)
 
     def whole(self, suffix: str) -> torch.Tensor:
-        """All of one of the tensors, on the CPU."""
-        header = self.parts[suffix]
-        return header.read(tuple(slice(0, size) for size in header.shape))
+        """All of one of the tensors."""
+        return self.parts[suffix].read_whole()
+
+    def held(self, device: torch.device) -> Self:
+        """The same weight with its tensors read and on `device`."""
+        read = {part.name: part.read_whole(device) for part in self._read_parts()}
+        files, weight = ReadTensors(read), copy(self)
+        weight.parts = {suffix: replace(part, files=files) for suffix, part in self.parts.items()}
+        return weight
+
+    def _read_parts(self) -> Iterator[Header]:
+        for suffix, part in self.parts.items():
+            if suffix not in self.unread:
+                yield part
 
     def check_shape(self, suffix: str, *shape: int) -> None:
         """Raise ValueError unless the tensor has that shape."""
