@@ -6,6 +6,7 @@ random; the rest repeats them.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from tokenizers import pre_tokenizers
 
 from compiled_mtp.benchmarks.released_shapes import model_config
 from compiled_mtp.model_config import ModelConfig
@@ -22,6 +24,7 @@ from compiled_mtp.models.family import FAMILIES
 
 FORMATS = ("bf16", "int4", "q4_k_m")
 GROUP = 128
+END = "<|im_end|>"
 # Bytes of a tensor that are random.
 _RANDOM_BYTES = 8 << 20
 _SHARD_BYTES = 5 << 30
@@ -238,6 +241,23 @@ def _blocks(kind: Type, columns: int, noise: np.random.Generator) -> bytes:
     return blocks.tobytes()
 
 
+def _add_tokenizer(writer: gguf.GGUFWriter, num_ids: int) -> None:
+    """Add a byte-level tokenizer: the bytes, and longer tokens by merges of a shorter one with a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens, merges = [*alphabet], []
+    for first, second in ((f, s) for f in itertools.count() for s in alphabet):
+        if len(tokens) == num_ids - 1:
+            break
+        merges.append(f"{tokens[first]} {second}")
+        tokens.append(tokens[first] + second)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list([*tokens, END])
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(len(tokens))
+
+
 def _write_gguf(path: Path, c: ModelConfig) -> Path:
     architecture = "qwen35moe" if c.is_moe else "qwen35"
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=False)
@@ -270,6 +290,7 @@ def _write_gguf(path: Path, c: ModelConfig) -> Path:
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
     writer.add_float32(f"{architecture}.rope.freq_base", c.rope_theta)
+    _add_tokenizer(writer, c.vocab_size)
     noise = np.random.default_rng(0)
     first: list[tuple[bytes, int]] = []
     for name, shape in _shapes(c).items():

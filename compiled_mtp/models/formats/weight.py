@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 import torch
 
 from compiled_mtp.errors import check
+from compiled_mtp.models.finite import find_not_finite
 from compiled_mtp.models.formats.claims import Claims
 from compiled_mtp.models.headers import Header, ReadTensors
 from compiled_mtp.models.stored_weight import Region
@@ -110,11 +111,12 @@ class PackedWeight(ABC):
 
     def check_finite(self, suffix: str, *, is_positive: bool = False) -> None:
         """Raise ValueError for a scale that is NaN or infinite, or with is_positive not above zero."""
-        values = self.whole(suffix).float()
+        stored = self.whole(suffix)
         name = self.parts[suffix].name
-        check(bool(values.isfinite().all()), name, "be finite", "NaN or infinity", AGAIN)
+        check(not find_not_finite({name: stored}), name, "be finite", "NaN or infinity", AGAIN)
         if is_positive:
-            check(bool((values > 0).all()), name, "be positive", values.min().item(), AGAIN)
+            least = float(stored.float().min())
+            check(least > 0, name, "be positive", least, AGAIN)
 
     def find_group(self, suffix: str, columns: int, groups: int, claims: Claims) -> int:
         """The number of columns that share a scale; the tensor `suffix` has `groups` groups of `columns`
