@@ -30,6 +30,7 @@ SCENARIOS = (
     "prefix",
     "pressure",
     "score",
+    "serving",
     "weights",
 )
 

@@ -122,6 +122,8 @@ def build(
     step = _make_step(spec, memory, target, draft)
     moves = _make_moves(spec, memory, step)
     programs, later = _make_programs(spec, step, buckets, encoder, graph_mode, saved, save_to, progress)
+    if encoder is not None:
+        encoder.warm_up()
     if not spec.has_shapes:
         for model in models:
             reach_directly(model)

@@ -27,6 +27,7 @@ from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.ops.window import MAX_DRAFTS
 from compiled_mtp.scheduler.limits import TowerCost
 from compiled_mtp.spec.depth import first_depth
+from compiled_mtp.vision.sizes import PART_PATCHES
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class EngineSpec:
         return TowerCost(
             depth=vision.depth,
             patches=vision.merge_size**2,
+            part_patches=PART_PATCHES,
             per_patch=4 * size**2 + 2 * size * vision.intermediate_size,
             # Scores and sums; attention runs at about half the speed of products.
             per_pair=2 * 2 * size,

@@ -26,27 +26,35 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class TowerCost:
-    """How many layers of the vision tower a launch may take: products of `most` weights and rows.
+    """How much of the vision tower a launch may take: products of `most` weights and rows.
 
-    depth: the tower's layers. patches: those of a token. per_patch, per_pair: products of a layer for each
-    patch, and for each pair of patches.
+    depth: the tower's layers. patches: those of a token; part_patches: the most that a part of a layer turns
+    to all others. per_patch, per_pair: products of a layer for each patch, and for each pair of patches.
     """
 
     depth: int
     patches: int
+    part_patches: int
     per_patch: int
     per_pair: int
     most: int
 
-    def slice_layers(self, num_tokens: int) -> int:
-        """Return the layers of a slice for an image of num_tokens tokens."""
+    def count_parts(self, num_tokens: int) -> int:
+        """Return the parts of all layers for an image of num_tokens tokens."""
+        return self.depth * self._layer_parts(num_tokens)
+
+    def slice_parts(self, num_tokens: int) -> int:
+        """Return the parts of a slice for an image of num_tokens tokens."""
         patches = num_tokens * self.patches
         layer = patches * (self.per_patch + patches * self.per_pair)
-        return min(max(self.most // layer, 1), self.depth)
+        return max(self.most * self._layer_parts(num_tokens) // layer, 1)
 
     def count_slices(self, num_tokens: int) -> int:
         """Return the slices of an image of num_tokens tokens."""
-        return -(-self.depth // self.slice_layers(num_tokens))
+        return -(-self.count_parts(num_tokens) // self.slice_parts(num_tokens))
+
+    def _layer_parts(self, num_tokens: int) -> int:
+        return -(-num_tokens * self.patches // self.part_patches)
 
 
 @dataclass(frozen=True, slots=True)
