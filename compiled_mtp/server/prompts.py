@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.server.errors import ApiError
-from compiled_mtp.server.prompt_worker import Limits, read_image
+from compiled_mtp.server.prompt_worker import Limits, image_of
 from compiled_mtp.vision.images import PreparedImage
 
 logger = logging.getLogger("compiled_mtp.server")
@@ -112,10 +112,11 @@ class PromptPool:
             self._num_jobs -= 1
         if "error" in answer:
             raise ApiError(400, answer["error"], param="messages" if "messages" in job else "prompt")
-        return Prompt(answer["ids"], tuple(map(read_image, answer["images"])))
+        return Prompt(answer["ids"], tuple(answer["images"]))
 
     async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one job's answer; afterwards the worker, or its replacement, is idle again."""
+        """Return one job's answer, with its images; afterwards the worker, or its replacement, is idle
+        again."""
         try:
             frame = json.dumps(job).encode()
             assert worker.stdin is not None
@@ -188,10 +189,13 @@ class PromptPool:
 
 
 async def _read(worker: asyncio.subprocess.Process) -> dict[str, Any]:
-    assert worker.stdout is not None
-    head = await worker.stdout.readexactly(4)
-    answer: dict[str, Any] = json.loads(await worker.stdout.readexactly(int.from_bytes(head, "big")))
-    return answer
+    """Return a worker's next answer; its images are PreparedImages."""
+    stream = worker.stdout
+    assert stream is not None
+    head = await stream.readexactly(4)
+    answer: dict[str, Any] = json.loads(await stream.readexactly(int.from_bytes(head, "big")))
+    found = answer.get("images", ())
+    return answer | {"images": [image_of(one, await stream.readexactly(one["num_bytes"])) for one in found]}
 
 
 def _kill(worker: asyncio.subprocess.Process) -> None:
