@@ -94,7 +94,7 @@ class MediaLoader:
         """Return the body of an address, or of a redirect no body and the address that it names."""
         host = (parts.hostname or "").lower()
         if parts.scheme not in ("http", "https") or host not in self._hosts:
-            got = shown(f"{parts.scheme}://{host}" if host else parts.scheme)
+            got = shown(f"{parts.scheme}://{host}" if host else parts.geturl()[:60])
             rule = "be a data URI" if not self._hosts else f"have a host of {sorted(self._hosts)}"
             raise fail("image_url", rule, got, f"{_SEND_ITSELF}, or start with --allow-media-urls HOST")
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -91,6 +91,8 @@ def _open(image: object) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     content: Any = image
+    if isinstance(image, str) and "://" in image:
+        raise fail("image", "be a file on this machine", shown(image[:60]), "download it")
     if isinstance(image, (str, Path)):
         content = Path(image)
         check(content.is_file(), "image", "be a file that exists", content, "correct the path")
