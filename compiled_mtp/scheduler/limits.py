@@ -68,9 +68,10 @@ class Limits:
     least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
     again. max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no
     cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
-    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. tower: the
-    cost of images, None for none. Any thread may use it. Raises ValueError for a number that is too small,
-    and unless blocks divide prefix_step and prefix_step divides the chunks.
+    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. given: the
+    drafts that a round of given tokens may verify, ascending, each with the most requests of such a round.
+    tower: the cost of images, None for none. Any thread may use it. Raises ValueError for a number that is
+    too small, and unless blocks divide prefix_step and prefix_step divides the chunks.
     """
 
     max_batch: int
@@ -92,12 +93,13 @@ class Limits:
     max_prompt_chunks: int = 1
     wide_requests: int = 0
     has_lookup: bool = False
+    given: tuple[tuple[int, int], ...] = ()
     tower: TowerCost | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, low = getattr(self, field.name), _LEAST.get(field.name, 1)
-            if field.name != "tower" and value < low:
+            if field.name not in ("given", "tower") and value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
         if self.max_drafts < self.mtp_step:
             raise ValueError(

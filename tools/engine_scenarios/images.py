@@ -87,7 +87,7 @@ def open_engine(flags: argparse.Namespace, sizes: list[tuple[int, int]], **given
         prefix_cache=False,
         **given,
     )
-    model = common.shape_config(flags.shape)
+    model = common.shape_config(flags.shape, is_fp8=flags.fp8)
     vision = vision_of(flags.shape, model.hidden_size, model.vocab_size, most)
     model = dataclasses.replace(model, vision=vision)
     frontend = RequestProcessor(flags.model, model, None, longest, max_images=1)
