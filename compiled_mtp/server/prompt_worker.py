@@ -1,8 +1,9 @@
 """A process that renders chats and tokenises; the server kills it if a template or a text takes too long.
 
 Reads frames from standard input and writes frames to standard output: four bytes of length, big-endian, then
-JSON. The pixels of an answer's images follow its frame as they are: to read those of a large image from JSON
-would hold the service's interpreter lock for a tenth of a second. Imports neither torch nor FastAPI.
+JSON. The images of a job, and the pixels in its answer, follow the frame as they are: to write or read large
+ones as JSON would hold the service's interpreter lock for a tenth of a second. Imports neither torch nor
+FastAPI.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from compiled_mtp.frontend.image_prompts import place_images, prepare_images, split_chat
+from compiled_mtp.frontend.image_prompts import decode_address, place_images, prepare_images, split_chat
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.vision.images import PreparedImage
@@ -51,17 +52,22 @@ def read_limits(text: str) -> Limits:
 
 
 def prepare(
-    tokenizer: Tokenizer, job: Mapping[str, Any], limits: Limits
+    tokenizer: Tokenizer, job: Mapping[str, Any], given: Sequence[bytes], limits: Limits
 ) -> tuple[list[int], list[PreparedImage]]:
-    """Return the token ids and the images of one job: {"text"} or {"messages", "variables"}.
+    """Return the token ids and the images of one job: {"text"} or {"messages", "variables", "images"}.
 
-    The ids have all pads of the images, which are decoded here, in a process that may be killed. Raises
+    given: a file, or a data URI where job["images"] says is_address, for each bare image of the messages. The
+    ids have all pads of the images, which are decoded here, in a process that may be killed. Raises
     ValueError if the tokenizer or the template refuses the job, its text has more than `max_chars`
     characters, or an image cannot be read.
     """
     is_chat, images = "messages" in job, list[PreparedImage]()
     if is_chat:
-        messages, found = split_chat(job["messages"], ())
+        files = [
+            decode_address(content.decode()) if one["is_address"] else content
+            for one, content in zip(job["images"], given, strict=True)
+        ]
+        messages, found = split_chat(job["messages"], files)
         images = prepare_images(found, limits.vision, limits.max_images)
         text = tokenizer.apply_chat_template(messages, **job["variables"])
     else:
@@ -100,8 +106,10 @@ def main(path: str, limits: Limits, chat_template: str) -> None:
     _write(sink, {"ready": True})
     while (frame := _read(source)) is not None:
         images: Sequence[PreparedImage] = ()
+        job = json.loads(frame)
+        given = [source.read(one["num_bytes"]) for one in job.get("images", ())]
         try:
-            ids, images = prepare(tokenizer, json.loads(frame), limits)
+            ids, images = prepare(tokenizer, job, given, limits)
             answer: dict[str, Any] = {"ids": ids, "images": [_to_json(image) for image in images]}
         except ValueError as error:
             answer = {"error": str(error)[:4000]}
