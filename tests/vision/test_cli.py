@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp.cli import chat, inspect, run
+from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server import serve
 from tests.docs.error_texts import ROOT
@@ -61,6 +62,29 @@ def test_a_prompt_file_with_images(
     assert run.main(["--model", str(dense), *files, *FLAGS]) == 0
     found = {one["id"]: one["text"] for one in map(json.loads, (tmp_path / "out.jsonl").open())}
     assert {count: found[count] for count in wanted} == wanted
+
+
+def test_a_long_file_keeps_few_images(
+    dense: Path, image: Path, wanted: dict[int, str], tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(run, "_MOST_WITH_IMAGES", 2)
+    num_open, add_request = list[int](), Engine.add_request
+
+    def add(engine: Engine, *given: Any, **named: Any) -> str:
+        name = add_request(engine, *given, **named)
+        num_open.append(len(engine._inbox) + len(engine.scheduler._live))
+        return name
+
+    # A part without a type is an image too.
+    parts: list[Any] = [{"image": str(image)}, {"type": "text", "text": "What?"}]
+    line = json.dumps({"messages": [{"role": "user", "content": parts}]})
+    (tmp_path / "in.jsonl").write_text(f"{line}\n" * 7)
+    monkeypatch.setattr(Engine, "add_request", add)
+    files = ["--prompt-file", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert run.main(["--model", str(dense), *files, *FLAGS]) == 0
+    assert [json.loads(one)["text"] for one in (tmp_path / "out.jsonl").open()] == [wanted[1]] * 7
+    assert len(num_open) == 7
+    assert max(num_open) == 2
 
 
 @pytest.mark.parametrize(
