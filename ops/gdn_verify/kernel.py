@@ -106,12 +106,17 @@ def gdn_verify_kernel(
         next_decay = tl.load(exp_g + next_head_at)
         next_beta = tl.load(beta + next_head_at)
 
+        # With S the state before the token: u = beta (v - exp(g) S k) and o = exp(g) S q + u (k . q), that
+        # is the new state times q. Both products read S, so neither waits for the other.
         wide_key = widen_key(key, BLOCK_V)
-        read = sum_over_keys(tile * decay * wide_key, BLOCK_V, LANES)
-        update = own_beta * (value_row - read)
-        tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
-        result = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
-        tl.store(out + head_at * DV + value, result)
+        read = sum_over_keys(tile * wide_key, BLOCK_V, LANES)
+        answer = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
+        dot = tl.sum(key * query)
+        update = own_beta * (value_row - decay * read)
+        tl.store(out + head_at * DV + value, tl.fma(update, dot, decay * answer))
+        if token + 1 < query_len:
+            # No later token needs the last state: the next round folds what it accepts.
+            tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
 
         # A window and the entries before it fit into the ring: no program of this launch folds the rows
         # written here.

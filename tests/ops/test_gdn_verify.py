@@ -182,7 +182,7 @@ def test_kernel_in_interpreter(interpreter: None) -> None:
 
 
 def test_unfolded_states_in_interpreter(interpreter: None) -> None:
-    check_unfolded_states(gdn_verify.launch, Shape(1, 3, 32, 16), rounds=8)
+    check_unfolded_states(gdn_verify.launch, Shape(1, 2, 16, 16), rounds=4)
 
 
 def test_kernel_windows_equal_single_steps_in_interpreter(interpreter: None) -> None:
