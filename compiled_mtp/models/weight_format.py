@@ -163,7 +163,7 @@ def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
         name=f"int4 in groups of {group}, scales in {dtype}",
         storage=torch.int16,
         block=int4.UNIT,
-        parameters=re.compile(f"{_DENSE.pattern}|{EXPERTS.pattern}"),
+        parameters=re.compile(rf"{_DENSE.pattern}|{EXPERTS.pattern}|^lm_head\.weight$"),
         is_read_on=lambda device: reads_int4(device),
         group=group,
         scale_dtype=scale_dtype,

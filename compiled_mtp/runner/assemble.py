@@ -327,7 +327,7 @@ def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     each = [buckets_of(spec, unit, max_batch) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
-    if target.head_codes is None:
+    if not target.is_head_packed:
         weights.append(target.head_weight)
     found = find_row_unit(weights, row_counts)
     # All ranks take the largest unit: units are powers of two, so it is a multiple of every rank's own.
