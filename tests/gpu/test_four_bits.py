@@ -98,7 +98,7 @@ def test_shards_of_experts_have_the_bits_of_the_whole(is_shared_plain: bool) -> 
 
 # The name of a format, and for a mixture of experts how its shared expert is stored.
 CHECKPOINTS = (
-    *("gptq", "awq", "pack-g64", "gptq-g32-bf16", "pack-channel-asym"),
+    *("gptq", "awq", "pack-g64", "gptq-g32-bf16", "pack-channel-asym", "auto-round-gptq"),
     *("gptq moe", "pack-g64 moe", "gptq moe, shared expert plain"),
 )
 

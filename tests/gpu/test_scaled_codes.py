@@ -21,7 +21,7 @@ from tests.quantised import quantise
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ("medium", "medium-tied", "Q6_K", "Q8_0", "nvfp4", "modelopt-nvfp4", "mxfp4")
+NAMES = ("medium", "medium-tied", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "nvfp4", "modelopt-nvfp4", "mxfp4")
 
 
 def write(directory: Path, name: str) -> Path:
