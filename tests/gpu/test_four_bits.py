@@ -148,6 +148,8 @@ def test_tokens_do_not_depend_on_depth_batch_or_cache(directory: Path) -> None:
     many = streams(directory, 20, mtp_step=3)
     assert {name: many[name] for name in three} == three
     assert streams(directory, 3, mtp_step=3, prefix_cache=False) == three
+    assert streams(directory, 3, mtp_step="auto") == three
+    assert streams(directory, 3, mtp_step=3, draft_vocab=64) == three
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq moe", "gptq moe, shared expert plain"])

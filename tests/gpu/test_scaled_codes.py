@@ -71,6 +71,7 @@ def test_tokens_do_not_depend_on_depth_batch_or_cache(model: Path) -> None:
     many = streams(model, 20, mtp_step=3)
     assert {name: many[name] for name in three} == three
     assert streams(model, 3, mtp_step=3, prefix_cache=False) == three
+    assert streams(model, 3, mtp_step="auto") == three
     assert streams(model, 3, mtp_step=3, draft_vocab=64) == three
 
 

@@ -23,8 +23,10 @@ from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, count_weights, load_weights, read_formats
 from compiled_mtp.ops.int4 import dequantize
+from compiled_mtp.request import SamplingParams
 from tests.checkpoints import allocate, write_checkpoint
 from tests.communicators.threads import ThreadCommunicator, thread_communicators
+from tests.engines import make_engine
 from tests.models.test_quantised import FORMATS, SMALL, every_linear
 from tests.quantised import quantise
 
@@ -273,3 +275,20 @@ def test_a_mixture_keeps_both_stacks_or_neither(tmp_path: Path) -> None:
     # The MTP layer has the number 0 too.
     assert kept == {"layers.1"}
     loaded(tmp_path, formats)
+
+
+def test_tokens_do_not_depend_on_depth_with_a_packed_head(tmp_path: Path) -> None:
+    packer, config = FORMATS["gptq"]
+    write_checkpoint(tmp_path, **SIZES)
+    quantise(tmp_path, every_linear(packer), config)
+
+    def tokens(**options: Any) -> list[list[int]]:
+        engine = make_engine(tmp_path, dtype="bfloat16", max_batch=2, max_model_len=128, **options)
+        assert engine.runner.step.target.is_head_packed
+        params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0)
+        return [output.new_token_ids for output in engine.generate([[1, 2, 3, 4], [*range(20)]], params)]
+
+    plainly = tokens(mtp_step=0)
+    assert tokens(mtp_step=2) == plainly
+    assert tokens(mtp_step=2, draft_vocab=64) == plainly
+    assert tokens(mtp_step=2, draft_dtype="float8_e4m3fn") == plainly
