@@ -10,6 +10,9 @@ MIN_PROGRAMS = 120
 GROUP_ROWS = 64
 """Weight rows of a warp group of a large-M product."""
 
+# Of an H100 and an H200.
+PROCESSORS = 132
+
 
 @dataclass(frozen=True)
 class LeftForm:
@@ -98,7 +101,26 @@ def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> Lef
     return LeftTile(block_m, 64, 4, 1, stages)
 
 
-def large_m_tile(rows: int, form: LeftForm) -> LargeMTile:
-    """The tile for 17 rows and more on Hopper."""
-    block_m = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    return LargeMTile(block_m, 2, 232, 4)
+# Tiles by their rows, and the cycles that a unit of one takes.
+LARGE_M_TILES = {
+    32: {LargeMTile(32, 5, 88, 4): 900, LargeMTile(32, 3, 152, 4): 700, LargeMTile(32, 2, 232, 4): 600},
+    64: {LargeMTile(64, 3, 152, 4): 1300, LargeMTile(64, 2, 232, 4): 1000},
+    128: {LargeMTile(128, 2, 232, 4): 1500},
+}
+
+
+def large_m_tile(rows: int, n: int, split: int, form: LeftForm) -> LargeMTile:
+    """The tile for 17 rows and more of a weight of `n` rows on Hopper, whose K `split` programs sum.
+
+    Of the tiles for these rows, the one whose rounds of all processors take the least time: a unit's cycles
+    are measured on an H200.
+    """
+    is_pipelined = form.parts_per_scale in (0, 128 // form.width)
+    block_m = 32 if rows <= 32 else 64 if rows <= 64 or not is_pipelined else 128
+    tiles = LARGE_M_TILES[block_m] if is_pipelined else {LargeMTile(block_m, 2, 232, 4): 1000}
+
+    def time(tile: LargeMTile) -> int:
+        programs = -(-n // (GROUP_ROWS * tile.groups)) * -(-rows // block_m) * split
+        return -(-programs // PROCESSORS) * tiles[tile]
+
+    return min(tiles, key=time)

@@ -5,8 +5,8 @@ bfloat16. Two neighbouring columns share a register. Kinds that scale sums give 
 codes, less their zero points. The others give values, one float32 number s * q + o rounded once to bfloat16.
 A code in the last bits of float32's 2^23 is 2^23 + q: one subtraction gives q. Codes with offsets need none:
 in the last bits of 0 a code is 2^-149 q, or 2^(k - 149) q where it stays k bits higher, and a power of two in
-the scale undoes that. No float32 scale is large enough for all of that power; the sum lacks 2^48 (`finish`).
-FP4 is exact in bfloat16: exponent and mantissa of a code are those of a tiny number.
+the scale undoes that. No float32 scale is large enough for all of it; the sum lacks 2^48 (`finish`).
+FP4 is exact in bfloat16: exponent and mantissa of a code are those of a tiny number. NVFP4's sum lacks 2^16.
 """
 
 from __future__ import annotations
@@ -173,20 +173,40 @@ def _less_zero_point(index: int) -> str:
 
 @gluon.constexpr_function
 def _fp4(index: int) -> str:
-    """Sign, exponent and mantissa moved to those of two bfloat16 numbers, which are multiplied by 2^126 and
-    by their scale."""
+    """Sign, exponent and mantissa moved to those of two bfloat16 numbers `field`, 2^-126 times as large."""
     left, move = 12 - 4 * index, 6 - 4 * index
     tiny = f"shl.b32 field, $1, {move};" if move >= 0 else f"shr.u32 field, $1, {-move};"
-    return _program(
-        f"""
+    return f"""
         shl.b32 high, $1, {left};
         {tiny}
         and.b32 high, high, 0x80008000;
         lop3.b32 field, field, 0x01C001C0, high, 0xea;
-        mov.b32 low, 0x7e807e80;
         mov.b32 high, 0x80008000;
+        """
+
+
+@gluon.constexpr_function
+def _mxfp4(index: int) -> str:
+    """Codes times 2^126 and their scale."""
+    return _program(
+        _fp4(index)
+        + """
+        mov.b32 low, 0x7e807e80;
         fma.rn.bf16x2 field, field, low, high;
         fma.rn.bf16x2 $0, field, $2, high;
+        """
+    )
+
+
+@gluon.constexpr_function
+def _nvfp4(index: int) -> str:
+    """Codes times 2^110 of their scale: an even slice's is the first of $2, an odd slice's the second."""
+    half = "0x3232" if index % 2 else "0x1010"
+    return _program(
+        _fp4(index)
+        + f"""
+        prmt.b32 low, $2, $2, {half};
+        fma.rn.bf16x2 $0, field, low, high;
         """
     )
 
@@ -241,7 +261,7 @@ def program_of(kind, part):
         return _bytes(part)
     if kind == "IQ4_XS":
         return _looked_up(part)
-    return _fp4(part if kind == "MXFP4" else part // 2)
+    return _mxfp4(part) if kind == "MXFP4" else _nvfp4(part // 2)
 
 
 @gluon.constexpr_function
@@ -383,6 +403,17 @@ def whole(bits, LESS: gl.constexpr):
 
 
 @gluon.jit
+def signed_byte(word, INDEX: gl.constexpr):
+    """Byte INDEX of a word, -128 to 127, as float32."""
+    # Each byte with its sign bit inverted: more by 128.
+    bits = gl.inline_asm_elementwise(
+        f"prmt.b32 $0, $1, 0x4B000000, 0x744{INDEX};", "=r,r", [word ^ -0x7F7F7F80], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return as_float(bits) - 8388736.0
+
+
+@gluon.jit
 def twelve_of(fields, SLICE: gl.constexpr):
     """The scale and the minimum of a slice, six bits each."""
     if SLICE < 3:
@@ -414,8 +445,8 @@ def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr
     elif KIND == "INT4_BF16":
         return as_float(fields[SLICE * len(fields) // 4] << 16)
     elif KIND == "Q6_K":
-        byte = (field_of(fields, 1 + SLICE) >> (8 * HALF)) & 0xFF
-        return half_of(fields, 0) * whole(byte ^ 128, 128.0)
+        word = fields[(1 + SLICE) // 2]
+        return half_of(fields, 0) * signed_byte(word, (1 + SLICE) % 2 * 2 + HALF)
     elif KIND == "IQ4_XS":
         six = (field_of(fields, 1 + SLICE // 2) >> (6 * (SLICE % 2))) & 63
         return half_of(fields, 0) * whole(six, 32.0)
@@ -424,23 +455,29 @@ def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr
 
 
 @gluon.constexpr_function
-def fp4_scale_program(kind, byte):
-    """The scale in byte `byte` of a word, as bfloat16, in both halves of a register."""
+def fp4_scale_program(kind, index):
+    """The scale in byte `index` of a word as bfloat16, in both halves of a register (MXFP4), or 2^110 times
+    the scales in bytes `index` and `index` + 2, one in each half (NVFP4)."""
     if kind == "MXFP4":
         return (
-            f"{{\n.reg .b32 zero;\nmov.b32 zero, 0;\nprmt.b32 $0, $1, zero, 0x{byte}4{byte}4;\n"
+            f"{{\n.reg .b32 zero;\nmov.b32 zero, 0;\nprmt.b32 $0, $1, zero, 0x{index}4{index}4;\n"
             "shr.u32 $0, $0, 1;\n}"
         )
+    moved = (
+        "shl.b32 sign, $1, 8;\nshl.b32 both, $1, 4;"
+        if index == 0
+        else "mov.b32 sign, $1;\nshr.u32 both, $1, 4;"
+    )
     return f"""
         {{
         .reg .b32 zero, both, sign;
-        mov.b32 zero, 0;
-        prmt.b32 both, $1, zero, 0x{byte}4{byte}4;
-        and.b32 sign, both, 0x80008000;
-        shr.u32 both, both, 4;
+        {moved}
+        and.b32 sign, sign, 0x80008000;
         lop3.b32 both, both, 0x07F007F0, sign, 0xea;
         mov.b32 sign, 0x7b807b80;
         mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 both, both, sign, zero;
+        mov.b32 sign, 0x76807680;
         fma.rn.bf16x2 $0, both, sign, zero;
         }}
         """
@@ -448,15 +485,16 @@ def fp4_scale_program(kind, byte):
 
 @gluon.jit
 def fp4_scale(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
-    """The scale [BN] of a slice's columns, or of one half of them, as two bfloat16 numbers in an int32."""
+    """The scale [BN] of a slice's columns, or of one half of them, as two bfloat16 numbers in an int32; of
+    NVFP4 for an even slice the first and for an odd slice the second of them."""
     if KIND == "NVFP4":
         word = fields[SLICE // 2]
-        byte: gl.constexpr = SLICE % 2 * 2 + HALF
+        index: gl.constexpr = HALF
     else:
         word = fields[0]
-        byte: gl.constexpr = SLICE
+        index: gl.constexpr = SLICE
     return gl.inline_asm_elementwise(
-        fp4_scale_program(KIND, byte), "=&r,r", [word], dtype=gl.int32, is_pure=True, pack=1
+        fp4_scale_program(KIND, index), "=&r,r", [word], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -502,7 +540,7 @@ def finish(
     if KIND == "NVFP4":
         row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, layout)), BN, GATED)
         at = weight_scale + row // 16 * (8 * FIELDS) + row % 16 + all_units * (n // 2 * FIELDS)
-        factor = as_float(gl.load(at))
+        factor = as_float(gl.load(at)) * 65536.0
         return gl.fma(total, spread(factor, total), gl.zeros([BN, total.shape[1]], gl.float32, layout))
     elif KIND == "Q4_K" or KIND == "Q5_K":
         return total * 281474976710656.0

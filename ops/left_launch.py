@@ -19,7 +19,8 @@ def launch_left_product(
     """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
     rows, n = x.shape[0], weight.words.shape[0]
     if rows > NARROW_ROWS and device_of(x.device.index).arch == "sm_90" and is_describable(x):
-        return launch_left_large_m(large_m_tile(rows, weight.form), x, weight, k_splits, dtype, gated)
+        large = large_m_tile(rows, n, k_splits, weight.form)
+        return launch_left_large_m(large, x, weight, k_splits, dtype, gated)
     tile = left_tile(rows, n, k_splits, gated, weight.form)
     return launch_left(tile, x, weight, k_splits, dtype, gated)
 

@@ -308,7 +308,7 @@ def start_multiply_add(
     return Unfinished(multiply_add(left, right.values, before, "ieee"))
 
 
-def finish(count: int, deps: list[Unfinished]) -> torch.Tensor:
+def finish(count: int, deps: list[torch.Tensor | Unfinished]) -> torch.Tensor:
     assert count >= 0
-    (unfinished,) = deps
-    return unfinished.values
+    (sums,) = deps
+    return sums.values if isinstance(sums, Unfinished) else sums

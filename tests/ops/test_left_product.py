@@ -91,4 +91,4 @@ def test_tiles_fit(name: str, rows: int, n: int, split: int, gated: bool) -> Non
     # The smallest shared memory of a supported GPU, and Hopper's.
     assert tile.shared_bytes(form) <= 99 * 1024
     assert tile.block_n % (16 * tile.num_warps) == 0
-    assert large_m_tile(rows, form).shared_bytes(form) <= 227 * 1024 - 2048
+    assert large_m_tile(rows, n, split, form).shared_bytes(form) <= 227 * 1024 - 2048
