@@ -18,7 +18,7 @@ from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, check_key, load, read_key
-from compiled_mtp.graphs.buckets import Bucket, ladders
+from compiled_mtp.graphs.buckets import Bucket, ladder, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
@@ -122,6 +122,8 @@ def build(
     step = _make_step(spec, memory, target, draft)
     moves = _make_moves(spec, memory, step)
     programs, later = _make_programs(spec, step, buckets, encoder, graph_mode, saved, save_to, progress)
+    if encoder is not None:
+        encoder.warm_up()
     if not spec.has_shapes:
         for model in models:
             reach_directly(model)
@@ -145,6 +147,7 @@ def _make_programs(
         step,
         buckets,
         spec.prefill_chunk,
+        given_shapes=spec.given_shapes,
         is_compiled=spec.is_compiled,
         graph_mode=graph_mode,
         plain_depths=() if saved is not None else further,
@@ -311,7 +314,13 @@ def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple
     """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
     unit = _row_unit(spec, target, max_batch)
     buckets = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
-    return buckets + ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
+    return buckets + ladders(unit, spec.wide_shapes, WIDE_REQUESTS) + _given_ladders(spec, unit, max_batch)
+
+
+def _given_ladders(spec: EngineSpec, unit: int, max_batch: int) -> tuple[Bucket, ...]:
+    """The buckets of rounds whose tokens are all given."""
+    each = [ladder(unit, shape, spec.given_requests(shape, max_batch)) for shape in spec.given_shapes]
+    return tuple(bucket for buckets in each for bucket in buckets)
 
 
 def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
@@ -324,6 +333,7 @@ def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     units = (1, 2, 4, 8)
     each = [ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes) for unit in units]
     each += [ladders(unit, spec.wide_shapes, WIDE_REQUESTS) for unit in units]
+    each += [_given_ladders(spec, unit, max_batch) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
     if target.head_codes is None:

@@ -231,7 +231,7 @@ class Runner:
             assert self.encoder is not None
             assert plan.encoded is not None
             self.encoder.encode(plan.slots[0], plan.encoded)
-            self.num_encoded += plan.encoded.end_layer == self.encoder.tower.config.depth
+            self.num_encoded += plan.encoded.is_last
             return None
         if plan.kind == "prefill":
             scored = programs.prefill(plan.slots, plan.prompt_chunks)
