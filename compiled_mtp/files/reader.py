@@ -155,7 +155,7 @@ def _parts(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
 
 
 def _memory(out: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; it keeps the tensor, for threads that outlive an error."""
+    """The memory of a contiguous tensor on the CPU; it keeps the tensor, for threads that outlive errors."""
     array = (ctypes.c_char * out.nbytes).from_address(out.data_ptr())
     array.tensor = out  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
