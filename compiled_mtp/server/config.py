@@ -38,7 +38,9 @@ class ServerConfig(BaseSettings):
     api_key: SecretStr | None = Field(
         default=None, description="key that clients send; in the environment alone, since flags are public"
     )
-    api_key_file: Path | None = Field(default=None, description="file with one key per line")
+    api_key_file: Path | None = Field(
+        default=None, description="file with one key per line; an open host needs it"
+    )
     allow_anyone: bool = Field(
         default=False, description="serve without a key on an address that other machines reach"
     )
@@ -76,7 +78,7 @@ class ServerConfig(BaseSettings):
         default=4 * 2**30, ge=0, description="bytes of pixels of requests that run or wait at a time"
     )
     stream_buffer: int = Field(
-        default=1024, ge=1, description="unread outputs of a choice, above which its request is aborted"
+        default=1024, ge=1, description="unread outputs of a choice; with more, its request is aborted"
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
     step_timeout_s: float = Field(
