@@ -356,6 +356,17 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
         ValueError, match=r"model must be a directory with a config.json, got .*; pass a Hugging"
     ):
         read_model_config(tmp_path / "nowhere")
+    for name, remedy in (
+        ("model.safetensors", "pass the directory of this file"),
+        ("model.gguf.incomplete", "the name of a GGUF file must end in .gguf"),
+    ):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=re.escape(remedy)):
+            read_model_config(tmp_path / name)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "Tiny-Q4_K_M.gguf").touch()
+    with pytest.raises(ValueError, match=r"pass one of its GGUF files: Tiny-Q4_K_M\.gguf"):
+        read_model_config(tmp_path / "files")
     unreadable = "must be a readable JSON file"
     for text, message in (
         ("{", unreadable),
