@@ -175,7 +175,7 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
         for batch in batches:
             part = module.parts.product(x[: batch * width], *module.codes, False)
             assert torch.equal(part, whole[: batch * width]), f"rows of {columns} columns depend on M"
-    if target.head_codes is None:
+    if not target.is_head_packed:
         weights[target.head_weight.shape] = (target.head_weight, None)
     for weight, scale in weights.values():
         columns = weight.shape[1] * (4 if weight.dtype == torch.int16 else 1)
