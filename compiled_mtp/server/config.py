@@ -78,7 +78,7 @@ class ServerConfig(BaseSettings):
         default=4 * 2**30, ge=0, description="bytes of pixels of requests that run or wait at a time"
     )
     stream_buffer: int = Field(
-        default=1024, ge=1, description="unread outputs of a choice; with more, its request is aborted"
+        default=1024, ge=1, description="unread outputs of a choice, after which its request is aborted"
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
     step_timeout_s: float = Field(

@@ -331,6 +331,16 @@ def test_available_bytes_count_the_page_cache(proc: Path, tmp_path: Path) -> Non
     assert available_bytes(proc, tmp_path / "none") == 1000 * MIB
 
 
+def test_available_bytes_stay_below_the_limit_of_the_address_space(
+    proc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    (proc / "self" / "statm").write_text("100 50 20 10 0 30 0\n")
+    for limit, left in ((300, 200), (60, 0)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (limit * page, -1))
+        assert available_bytes(proc, tmp_path / "none") == left * page
+
+
 def test_available_bytes_are_capped_by_every_group_above(proc: Path, tmp_path: Path) -> None:
     groups = tmp_path / "cgroup"
     write_group(groups / "a" / "b", "max", 900 * MIB, 0, 0)
