@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # Its module imports torch.
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_OPEN = 128
+DEFAULT_MAX_OPEN = 512
 DEFAULT_STREAM_BUFFER = 1024
 # Every shape is compiled before the first step, so the longest step is a prefill chunk: seconds on a GPU, and
 # about four minutes for 512 tokens of a 27B model on a CPU with two cores.

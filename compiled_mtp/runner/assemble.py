@@ -105,7 +105,7 @@ def build(
             host_bytes=_host_bytes(spec),
             draft_head_bytes=draft_head_bytes,
             max_batch=max_batch,
-            most_rows=max(bucket.rows for bucket in buckets),
+            rounds={(bucket.groups, bucket.shape.verify + 1) for bucket in buckets},
         )
     models = [target] if draft is None else [target, draft]
     weight_bytes = [sum(parameter.nbytes for parameter in model.parameters()) for model in models]
