@@ -166,6 +166,11 @@ class Linear(nn.Module):
         return partials if communicator is None else communicator.gather_partials(partials, dtype)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the weight is packed codes, of either kind."""
+        return self.has_codes or self.parts is not None
+
+    @property
     def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The words and scales of a weight in packed codes."""
         assert self.weight_scale is not None

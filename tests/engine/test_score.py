@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
-from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.plan import StepPlan, StepResult
+from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.engine.test_request_features import GRAMMARS, MIXES, prompt_of, write_small_checkpoint
 from tests.engines import make_engine
@@ -150,7 +152,7 @@ def test_a_forced_text_has_the_scores_of_its_grammar(checkpoint: Path) -> None:
 def test_preempted_requests_keep_their_scores(checkpoint: Path, offload_gb: float, how: str) -> None:
     prompts, continuations = foreign(6)
     prompts = [(prompt * 30)[:30] for prompt in prompts]
-    continuations = [(continuation * 100)[:100] for continuation in continuations]
+    continuations = [(continuation * 250)[:250] for continuation in continuations]
     expected = entries(engine_of(checkpoint, 3, 8, 0).score(prompts, continuations))
     engine = make_engine(checkpoint, num_blocks=26, offload_gb=offload_gb, scoring=True)
     assert entries(engine.score(prompts, continuations)) == expected
@@ -174,25 +176,96 @@ def test_scored_requests_do_not_disturb_others(checkpoint: Path) -> None:
     assert engine.generate([[7, 8, 9]] * 8, params)[7].new_token_ids == alone.new_token_ids
 
 
-def test_rounds_of_given_tokens_verify_as_many_as_they_can(checkpoint: Path) -> None:
-    engine = engine_of(checkpoint, 7, 1, 0)
-    (scored,) = engine.score([[5, 6, 7]], [list(range(20, 45))])
-    # The first of 25 tokens comes from prefill; 24 follow in rounds of eight.
-    assert scored.metrics.rounds == 3
+def shapes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Return the list that gets each round of the engine: its requests, verified drafts and chain."""
+    found, run = [], engine.runner.run
+
+    def recorded(plan: StepPlan | None) -> StepResult | None:
+        if plan is not None and plan.kind == "verify":
+            found.append((len(plan.slots), *plan.shape))
+        return run(plan)
+
+    monkeypatch.setattr(engine.runner, "run", recorded)
+    return found
 
 
-def test_many_scores_report_progress(checkpoint: Path) -> None:
+@pytest.mark.parametrize("mtp_step", [0, 3, 7])
+def test_rounds_of_given_tokens_verify_as_many_as_are_left(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int
+) -> None:
+    engine = engine_of(checkpoint, mtp_step, 1 if mtp_step != 3 else 8, 0)
+    shapes = shapes_of(engine, monkeypatch)
+    # The first token comes from prefill.
+    for count, expected in ((25, [15, 7]), (18, [15, 3]), (5, [3]), (1, [])):
+        (scored,) = engine.score([[5, 6, 7]], [list(range(20, 20 + count))])
+        assert [verify for _, verify, _ in shapes] == expected
+        assert {chain for *_, chain in shapes} <= {0}
+        assert scored.metrics.rounds == len(expected)
+        shapes.clear()
+
+
+def test_rounds_of_many_given_requests_are_narrower(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_mtp.runner.spec._MOST_GIVEN_ROWS", 64)
+    engine = make_engine(checkpoint, max_batch=10, scoring=True)
+    lengths = [120, 120, 80, 80, 60, 60, 60, 60, 40, 40]
+    prompts = [[5, 6, index] for index in range(10)]
+    continuations = [[(7 * i + 3 * index) % 4000 for i in range(n)] for index, n in enumerate(lengths)]
+    shapes = shapes_of(engine, monkeypatch)
+    scored = engine.score(prompts, continuations)
+    alone = engine_of(checkpoint, 3, 8, 0).score(prompts, continuations)
+    assert entries(scored) == entries(alone)
+    most = {3: 10, 7: 8, 15: 4}
+    assert all(count <= most[verify] for count, verify, _ in shapes)
+    assert {verify for _, verify, _ in shapes} == most.keys()
+
+
+def test_scores_show_nothing_of_drafts(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step="auto", scoring=True)
+    engine.score([[5, 6, 7]] * 3, [list(range(20, 60))] * 3)
+    stats = engine.stats()
+    assert (stats.finished, stats.output_tokens) == (3, 120)
+    assert stats.speculation.rounds == sum(stats.speculation.drafted_by_index) == 0
+    assert sum(sum(reasons.values()) for reasons in stats.rounds_by_depth.values()) == 0
+
+
+def live_requests() -> int:
+    """The requests of the whole process that something still holds."""
+    gc.collect()
+    return sum(type(one) is Request for one in gc.get_objects())
+
+
+def test_many_scores_report_progress_and_may_be_interrupted(checkpoint: Path) -> None:
     seen: list[tuple[int, int]] = []
-    engine = make_engine(
-        checkpoint,
-        lambda what, done, total: seen.append((done, total)) if what == "requests" else None,
-        mtp_step=7,
-        scoring=True,
-    )
-    scored = engine.score([[5, 6, index % 90] for index in range(200)], [[9, 10]] * 200)
+    interrupt_at = 0
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "requests":
+            seen.append((done, total))
+            if done == interrupt_at:
+                raise KeyboardInterrupt
+
+    engine = make_engine(checkpoint, progress, mtp_step=7, scoring=True)
+    prompts, continuations = [[5, 6, index % 90] for index in range(200)], [[9, 10]] * 200
+    before = live_requests()
+    scored = engine.score(prompts, continuations)
     assert len(scored) == 200
     assert seen[-1] == (200, 200)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    # Memory does not grow with the number of scores: the planner alone holds the last round's requests.
+    assert live_requests() <= before + 8
+    interrupt_at = seen[3][0]
+    seen.clear()
+    with pytest.raises(KeyboardInterrupt):
+        engine.score(prompts, continuations)
+    assert len(seen) == 4
+    assert not engine.has_unfinished_requests()
+    engine.scheduler.check_integrity()
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().blocks_used) == (0, 0, 0)
+    interrupt_at = 0
+    assert entries(engine.score(prompts[:9], continuations[:9])) == entries(scored[:9])
+    assert live_requests() <= before + 8
 
 
 def test_a_token_that_a_grammar_forbids_ends_its_score(checkpoint: Path) -> None:
@@ -215,6 +288,10 @@ def test_mistakes_are_named(checkpoint: Path) -> None:
         (lambda: engine.score([[1]], [[]]), r"prompts\[0\]: continuation must have at least one token"),
         (lambda: engine.score([[1]], [[-1]]), r"prompts\[0\]: continuation must lie in 0..4159, got -1"),
         (lambda: engine.score([[1]], 5), "continuations must be a list, got 5"),
+        (
+            lambda: engine.score([[1]] * 3, [[2], [2], None]),  # type: ignore[list-item]
+            r"continuations\[2\] must be a text or token ids, got None; give one for each prompt",
+        ),
         (
             lambda: engine.score([[1]] * 2, [[2], [2] * 512]),
             r"prompts\[1\]: prompt and continuation must have at most 512 tokens, got 1 and 512",

@@ -51,7 +51,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, may_be_auto: bool = Fal
     parser.add_argument("--model", type=Path, default=EngineConfig().model)
     parser.add_argument(
         "--shape",
-        choices=["tiny", *sorted(LAYERS)],
+        choices=["tiny", "tiny-moe", *sorted(LAYERS)],
         help="random weights of that shape",
     )
     parser.add_argument("--device", default="auto")
@@ -79,15 +79,20 @@ def clock(flags: argparse.Namespace) -> Callable[[], float]:
 
 
 def shape_config(name: str, *, is_fp8: bool = False) -> ModelConfig:
-    """Return the config of a released shape, or of "tiny" for tests."""
-    if name != "tiny":
+    """Return the config of a released shape, or of "tiny" or "tiny-moe" for tests."""
+    if not name.startswith("tiny"):
         return model_config(name, is_fp8)
+    is_moe = name == "tiny-moe"
     return dataclasses.replace(
-        model_config("0.8b"),
+        model_config("35b-a3b" if is_moe else "0.8b"),
         num_layers=4,
         is_full_attention=(False, False, False, True),
         hidden_size=64,
-        intermediate_size=64,
+        intermediate_size=0 if is_moe else 64,
+        num_experts=8 if is_moe else 0,
+        num_experts_per_tok=2 if is_moe else 0,
+        moe_intermediate_size=64 if is_moe else 0,
+        shared_expert_intermediate_size=64 if is_moe else 0,
         vocab_size=2048,
         head_dim=64,
         rotary_dim=16,
