@@ -16,10 +16,10 @@ from compiled_mtp.ops.k_splits import K_SPLIT_UNIT
 ARCH = "sm_90"
 # Of a row of a step's columns: a row of the swizzle.
 STEP_BYTES = 128
-# Handing sums over takes about a tenth of a product's time: cut tasks where whole ones take longer than that.
+# Handing sums over takes about a tenth of a product's time: tasks are cut where whole ones take more.
 MOST_IDLE = 1.1
-# Other kernels are faster with fewer rows, by the bytes of an element, and for fewer multiplications: measured
-# on an H200 with 27B's products of 128 to 1,024 rows.
+# With fewer rows (by the bytes of an element) or multiplications other kernels are faster: measured on an
+# H200 with 27B's products of 128 to 1,024 rows.
 LEAST_ROWS = {2: 129, 1: 65}
 LEAST_PRODUCTS = 12_000_000_000
 # Beyond, one share per row tile leaves too many processors idle.
@@ -30,22 +30,20 @@ MOST_ROWS = 4096
 class PersistentTile:
     """Rows and weight rows of a tile, and stages of the pipeline.
 
-    cost: time per row and weight row, relative to other tiles of the same dtype. weight_parts: in how many
-    parts warpgroups share the weight rows; each has 64 rows, so there are two or three warpgroups.
+    cost: time per row and weight row, relative to other tiles of the same dtype.
     """
 
     block_m: int
     block_n: int
     num_stages: int
     cost: float
-    weight_parts: int = 1
 
 
-# By the bytes of an element: FP8 warpgroups have 128 weight rows, which share a scale, since a product beside
-# the sums takes as many registers.
+# By the bytes of an element. FP8 has 128 weight rows, which share a scale: a block's product takes as many
+# registers as the sums.
 TILES = {
     2: (PersistentTile(128, 256, 4, 1.0), PersistentTile(128, 128, 6, 1.05)),
-    1: (PersistentTile(128, 128, 6, 1.05), PersistentTile(64, 384, 4, 1.0, weight_parts=3)),
+    1: (PersistentTile(128, 128, 6, 1.0),),
 }
 
 
@@ -105,9 +103,9 @@ def find_persistent(
 ) -> PersistentProduct | None:
     """Return how programs share a product of bfloat16 or FP8 matrices, or None if another kernel computes it.
 
-    It does with fewer rows and products than are worth it, beyond MOST_ROWS rows, on a GPU other than `ARCH`
-    and in the interpreter, if rows of x or weight do not begin at multiples of 16 bytes, and if chains are not
-    whole blocks of K_SPLIT_UNIT.
+    Another does so for fewer rows and products than are worth it, beyond MOST_ROWS rows, on a GPU other than
+    `ARCH` and in the interpreter, if rows of x or weight do not begin at multiples of 16 bytes, and if chains
+    are not whole blocks of K_SPLIT_UNIT.
     """
     (rows, k), n = x.shape, weight.shape[0]
     if not LEAST_ROWS[x.element_size()] <= rows <= MOST_ROWS or rows * n * k < LEAST_PRODUCTS:

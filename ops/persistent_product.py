@@ -34,8 +34,8 @@ from compiled_mtp.ops.persistent_slots import await_flag, close_chain, keep, loa
 OPTIONS = {"enable_fp_fusion": True}
 # Triton 3.9 renames the function.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-# Of a thread that multiplies, with two and with three warpgroups. The warps that load get the others.
-REGISTERS_OF_TWO, REGISTERS_OF_THREE = gl.constexpr(216), gl.constexpr(160)
+# Of a thread that multiplies. The warps that load get the others.
+MULTIPLY_REGISTERS = gl.constexpr(216)
 
 
 @gluon.constexpr_function
@@ -64,31 +64,24 @@ def place_of(tasks, steps, unit, row_tiles):
 
 
 @gluon.jit
-def load_weight(
-    weight_tiles, shared_weight, stage, bar, first, column, n,
-    WIDTH: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    """Load PARTS weight tiles of WIDTH rows from row `first` on; gated, rows of gate before rows of up."""
+def load_weight(weight_tiles, shared, bar, first, column, n, BN: gl.constexpr, GATED: gl.constexpr):
+    """Load a weight tile from row `first` on; gated, BN / 2 rows of gate before those of up."""
     if GATED:
-        own = shared_weight.index(stage)
-        copy_tile(weight_tiles, [first, column], bar, own.slice(0, WIDTH // 2, 0))
-        copy_tile(weight_tiles, [n // 2 + first, column], bar, own.slice(WIDTH // 2, WIDTH // 2, 0))
+        copy_tile(weight_tiles, [first, column], bar, shared.slice(0, BN // 2, 0))
+        copy_tile(weight_tiles, [n // 2 + first, column], bar, shared.slice(BN // 2, BN // 2, 0))
     else:
-        for part in gl.static_range(PARTS):
-            own = shared_weight.index(stage * PARTS + part)
-            copy_tile(weight_tiles, [first + part * WIDTH, column], bar, own)
+        copy_tile(weight_tiles, [first, column], bar, shared)
 
 
 @gluon.jit
 def load_tiles(
     x_tiles, weight_tiles, shared_x, shared_weight, ready, free, rows, n, tasks, parts, steps, unit,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, WEIGHT_PARTS: gl.constexpr,
-    GATED: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of every step of the program's tasks, as stages become free."""
     BYTES: gl.constexpr = (BM + BN) * BK * (x_tiles.dtype.primitive_bitwidth // 8)
-    WIDTH: gl.constexpr = BN // WEIGHT_PARTS
-    # Weight rows of the result's columns.
+    # Weight rows of a tile's columns of the result.
     COLUMNS: gl.constexpr = BN // 2 if GATED else BN
     row_tile, begin, end = place_of(tasks, steps, unit, (rows + BM - 1) // BM)
     first = begin // steps
@@ -102,9 +95,7 @@ def load_tiles(
         bar = ready.index(index)
         mbarrier.expect(bar, BYTES)
         column = first_column + index * BK
-        load_weight(
-            weight_tiles, shared_weight, index, bar, weight_row, column, n, WIDTH, WEIGHT_PARTS, GATED
-        )
+        load_weight(weight_tiles, shared_weight.index(index), bar, weight_row, column, n, BN, GATED)
     if PDL:
         gdc_wait()
         # Let the next kernel start only after the wait: measured, two waiting kernels slow down a third.
@@ -126,9 +117,7 @@ def load_tiles(
             bar = ready.index(stage)
             mbarrier.wait(free.index(stage), (count // STAGES) & 1 ^ 1)
             mbarrier.expect(bar, BYTES)
-            load_weight(
-                weight_tiles, shared_weight, stage, bar, weight_row, column, n, WIDTH, WEIGHT_PARTS, GATED
-            )
+            load_weight(weight_tiles, shared_weight.index(stage), bar, weight_row, column, n, BN, GATED)
             copy_tile(x_tiles, [row_tile * BM, column], bar, shared_x.index(stage))
             count += 1
 
@@ -136,26 +125,26 @@ def load_tiles(
 @gluon.jit
 def start_step(
     sums, shared_x, shared_weight, ready, count, USE_SUMS: gl.constexpr,
-    FIRST: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Start a step's product as soon as its tiles are there, with USE_SUMS added to `sums`."""
     stage = count % STAGES
     mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
     left = shared_x.index(stage).slice(FIRST, 64, 0)
-    right = shared_weight.index(stage * PARTS + PART).permute([1, 0])
+    right = shared_weight.index(stage).permute([1, 0])
     return warpgroup_mma(left, right, sums, use_acc=USE_SUMS, is_async=True)
 
 
 @gluon.jit
 def add_columns(
     sums, shared_x, shared_weight, ready, free, count, number,
-    FIRST: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Return `sums` plus the bfloat16 products of `number` steps, and the steps so far."""
     # As traceable values, sums of a slot would make the assembler wait for each product.
     sums = keep(sums)
     for step in range(number):
-        sums = start_step(sums, shared_x, shared_weight, ready, count, True, FIRST, PART, PARTS, STAGES)
+        sums = start_step(sums, shared_x, shared_weight, ready, count, True, FIRST, STAGES)
         # The product of the step before has ended: its stage is free.
         sums = warpgroup_mma_wait(1, deps=[sums])
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
@@ -168,7 +157,7 @@ def add_columns(
 @gluon.jit
 def add_blocks(
     sums, shared_x, shared_weight, ready, free, count, number, x_scale_at, scale_at,
-    FIRST: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    FIRST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Return `sums` plus the FP8 products of `number` blocks of 128 columns, scaled, and the steps so far.
 
@@ -176,9 +165,7 @@ def add_blocks(
     """
     for step in range(number):
         product = gl.zeros_like(sums)
-        product = start_step(
-            product, shared_x, shared_weight, ready, count, False, FIRST, PART, PARTS, STAGES
-        )
+        product = start_step(product, shared_x, shared_weight, ready, count, False, FIRST, STAGES)
         # The scales arrive during the product. Loaded a step ahead, they would be waited for before it.
         scale = gl.load(x_scale_at + step) * gl.load(scale_at + step)
         product = warpgroup_mma_wait(0, deps=[product])
@@ -219,20 +206,18 @@ def store_sums(
 def multiply_tiles(
     shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n, tasks, parts,
     steps, unit, x_scale_stride, scale_stride,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    WEIGHT_PARTS: gl.constexpr, CHAINS: gl.constexpr, GATED: gl.constexpr, FP8: gl.constexpr,
-    PDL: gl.constexpr,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CHAINS: gl.constexpr,
+    GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Sum the program's tasks, as warpgroup GROUP of GROUPS: for 64 rows and one part of the weight rows."""
-    FIRST: gl.constexpr = GROUP % (BM // 64) * 64
-    PART: gl.constexpr = GROUP // (BM // 64)
-    WIDTH: gl.constexpr = BN // WEIGHT_PARTS
-    layout: gl.constexpr = sums_layout(WIDTH, FP8)
+    """Sum the program's tasks for the 64 rows of warpgroup GROUP."""
+    FIRST: gl.constexpr = GROUP * 64
+    GROUPS: gl.constexpr = BM // 64
+    layout: gl.constexpr = sums_layout(BN, FP8)
     # Slots of a warpgroup: the sums of a cut chain and the waiting nodes of its task's tree, from which the
     # next program goes on, and the waiting nodes of the other tasks.
     LEVELS: gl.constexpr = tree_levels(CHAINS)
     SLOTS: gl.constexpr = 1 + 2 * LEVELS
-    HELD: gl.constexpr = CHAINS == 2 and WIDTH <= 128 and not FP8
+    HELD: gl.constexpr = CHAINS == 2 and BN <= 128 and not FP8
     if PDL:
         gdc_wait()
     row_tiles = (rows + BM - 1) // BM
@@ -253,7 +238,7 @@ def multiply_tiles(
         # Begin with the task that the next program completes: it needs these sums at its end.
         task = last - index
         part = task % parts
-        column = task // parts * (BN // 2 if GATED else BN) + PART * WIDTH
+        column = task // parts * (BN // 2 if GATED else BN)
         from_step = gl.maximum(begin - task * steps, 0)
         to_step = gl.minimum(end - task * steps, steps)
         nodes = own * SLOTS + 1
@@ -262,7 +247,7 @@ def multiply_tiles(
             nodes = before * SLOTS + 1
         elif to_step == steps:
             nodes += LEVELS
-        sums = gl.zeros([64, WIDTH], gl.float32, layout)
+        sums = gl.zeros([64, BN], gl.float32, layout)
         # The first of two chains, which waits for the second in registers where these suffice.
         held = sums
         if HELD:  # noqa: SIM102  a constant and a number
@@ -271,20 +256,19 @@ def multiply_tiles(
         for chain in range(from_step // length, (to_step + length - 1) // length):
             first_step = gl.maximum(from_step, chain * length)
             number = gl.minimum(to_step, (chain + 1) * length) - first_step
-            sums = gl.zeros([64, WIDTH], gl.float32, layout)
+            sums = gl.zeros([64, BN], gl.float32, layout)
             if first_step > chain * length:
                 sums = load_slot(sums, slots, before * SLOTS, layout)
             if FP8:
                 block = part * steps + first_step
-                scale_at = weight_scale + gl.minimum(column, n - 1) // 128 * scale_stride + block
+                scale_at = weight_scale + column // 128 * scale_stride + block
                 sums, count = add_blocks(
                     sums, shared_x, shared_weight, ready, free, count, number, x_scale_at + block, scale_at,
-                    FIRST, PART, WEIGHT_PARTS, STAGES,
+                    FIRST, STAGES,
                 )  # fmt: skip
             else:
                 sums, count = add_columns(
-                    sums, shared_x, shared_weight, ready, free, count, number, FIRST, PART, WEIGHT_PARTS,
-                    STAGES,
+                    sums, shared_x, shared_weight, ready, free, count, number, FIRST, STAGES,
                 )  # fmt: skip
             if HELD:
                 if chain == 0:
@@ -302,80 +286,50 @@ def multiply_tiles(
             set_flag(flags + own)
         else:
             part_out = out + part.to(gl.int64) * rows * width
-            store_sums(sums, part_out, first_row, column, rows, width, WIDTH, GATED, layout)
+            store_sums(sums, part_out, first_row, column, rows, width, BN, GATED, layout)
 
 
 @gluon.jit(do_not_specialize=["rows", "tasks", "parts", "steps", "unit"])
 def persistent_kernel(
     x_tiles, weight_tiles, out, x_scale, weight_scale, slots, flags, rows, n, tasks, parts, steps, unit,
     x_scale_stride, scale_stride,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, WEIGHT_PARTS: gl.constexpr,
-    CHAINS: gl.constexpr, GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CHAINS: gl.constexpr,
+    GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute the program's share of a product.
 
-    x_tiles, weight_tiles: descriptors of tiles [BM, BK] and [BN / WEIGHT_PARTS, BK], [BN / 2, BK] if gated.
-    A warpgroup multiplies 64 rows by one of WEIGHT_PARTS parts of the weight tile. slots: see multiply_tiles.
-    flags: zeros, and zeros again after the launch.
+    x_tiles, weight_tiles: descriptors of tiles [BM, BK] and [BN, BK], [BN / 2, BK] if gated. BM: 128, 64 rows
+    for each of two warpgroups; BN: 128 with FP8, whose blocks of scales are as high. slots: see
+    multiply_tiles. flags: zeros, and zeros again after the launch.
     """
-    GROUPS: gl.constexpr = BM // 64 * WEIGHT_PARTS
     shared_x = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, BM, BK], x_tiles.layout)
-    shared_weight = gl.allocate_shared_memory(
-        weight_tiles.dtype, [STAGES * WEIGHT_PARTS, BN // WEIGHT_PARTS, BK], weight_tiles.layout
-    )
+    shared_weight = gl.allocate_shared_memory(weight_tiles.dtype, [STAGES, BN, BK], weight_tiles.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
+        mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (load_tiles, (
-                    x_tiles, weight_tiles, shared_x, shared_weight, ready, free, rows, n, tasks, parts, steps,
-                    unit, BM, BN, BK, STAGES, WEIGHT_PARTS, GATED, PDL,
-                )),
-                (multiply_tiles, (
-                    shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n,
-                    tasks, parts, steps, unit, x_scale_stride, scale_stride, 0, GROUPS, BM, BN, STAGES,
-                    WEIGHT_PARTS, CHAINS, GATED, FP8, PDL,
-                )),
-                (multiply_tiles, (
-                    shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n,
-                    tasks, parts, steps, unit, x_scale_stride, scale_stride, 1, GROUPS, BM, BN, STAGES,
-                    WEIGHT_PARTS, CHAINS, GATED, FP8, PDL,
-                )),
-            ],
-            [4, 4],
-            [REGISTERS_OF_TWO, REGISTERS_OF_TWO],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (load_tiles, (
-                    x_tiles, weight_tiles, shared_x, shared_weight, ready, free, rows, n, tasks, parts, steps,
-                    unit, BM, BN, BK, STAGES, WEIGHT_PARTS, GATED, PDL,
-                )),
-                (multiply_tiles, (
-                    shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n,
-                    tasks, parts, steps, unit, x_scale_stride, scale_stride, 0, GROUPS, BM, BN, STAGES,
-                    WEIGHT_PARTS, CHAINS, GATED, FP8, PDL,
-                )),
-                (multiply_tiles, (
-                    shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n,
-                    tasks, parts, steps, unit, x_scale_stride, scale_stride, 1, GROUPS, BM, BN, STAGES,
-                    WEIGHT_PARTS, CHAINS, GATED, FP8, PDL,
-                )),
-                (multiply_tiles, (
-                    shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n,
-                    tasks, parts, steps, unit, x_scale_stride, scale_stride, 2, GROUPS, BM, BN, STAGES,
-                    WEIGHT_PARTS, CHAINS, GATED, FP8, PDL,
-                )),
-            ],
-            [4, 4, 4],
-            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, REGISTERS_OF_THREE],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (load_tiles, (
+                x_tiles, weight_tiles, shared_x, shared_weight, ready, free, rows, n, tasks, parts, steps,
+                unit, BM, BN, BK, STAGES, GATED, PDL,
+            )),
+            (multiply_tiles, (
+                shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n,
+                tasks, parts, steps, unit, x_scale_stride, scale_stride, 0, BM, BN, STAGES, CHAINS, GATED,
+                FP8, PDL,
+            )),
+            (multiply_tiles, (
+                shared_x, shared_weight, ready, free, out, x_scale, weight_scale, slots, flags, rows, n,
+                tasks, parts, steps, unit, x_scale_stride, scale_stride, 1, BM, BN, STAGES, CHAINS, GATED,
+                FP8, PDL,
+            )),
+        ],
+        [4, 4],
+        [MULTIPLY_REGISTERS, MULTIPLY_REGISTERS],
+    )  # fmt: skip
 
 
 def describe_tiles(matrix: torch.Tensor, height: int, columns: int) -> TensorDescriptor:
@@ -408,7 +362,7 @@ def launch_persistent(
     steps = k // (product.parts * step)
     persistent_kernel[(programs,)](
         describe_tiles(x, tile.block_m, step),
-        describe_tiles(weight, tile.block_n // (2 if gated else tile.weight_parts), step),
+        describe_tiles(weight, tile.block_n // 2 if gated else tile.block_n, step),
         out,
         x_scale,
         weight_scale,
@@ -426,7 +380,6 @@ def launch_persistent(
         BN=tile.block_n,
         BK=step,
         STAGES=tile.num_stages,
-        WEIGHT_PARTS=tile.weight_parts,
         CHAINS=product.chains,
         GATED=gated,
         FP8=x_scale is not None,
