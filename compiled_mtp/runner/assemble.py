@@ -53,9 +53,10 @@ Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Parts(NamedTuple):
-    """What a runner runs on, ready to use; later: loads the programs of further depths, encoder: runs the
-    vision tower, each None for none."""
+    """What a runner runs on, ready to use; spec: that of `build` once the number of slots is known; later:
+    loads the programs of further depths, encoder: runs the vision tower, each None for none."""
 
+    spec: EngineSpec
     memory: MemoryPlan
     step: Step
     programs: Programs
@@ -95,6 +96,7 @@ def build(
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
     free_bytes = _free_bytes(spec)
     max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
+    spec = spec.for_batch(max_batch)
     buckets = make_buckets(spec, target, max_batch)
     width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
     draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
@@ -125,7 +127,7 @@ def build(
     if not spec.has_shapes:
         for model in models:
             reach_directly(model)
-    return Parts(memory, step, programs, moves, later, encoder)
+    return Parts(spec, memory, step, programs, moves, later, encoder)
 
 
 def _make_programs(

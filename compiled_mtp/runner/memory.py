@@ -136,7 +136,8 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """The plan as one line of a log."""
-        counts = f"{self.num_blocks - 1} blocks, {self.max_batch} slots"
+        slots = f"{self.max_batch} slots of {self.state_row_bytes / 2**20:.1f} MiB"
+        counts = f"{self.num_blocks - 1} blocks, {slots}"
         others = f"{self.num_snapshots} state snapshots and other buffers"
         return f"{self.total_bytes >> 20} MiB for {counts}, {others}"
 
@@ -154,7 +155,8 @@ def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
         return least
     fits = default_max_batch(
         int(free_bytes * config.memory_utilization),
-        cache_shape(spec),
+        # Of batches above the least, which is not compared with memory.
+        cache_shape(replace(spec, wide_shapes=())),
         block_size=config.block_size,
         max_model_len=spec.max_model_len,
         num_blocks=config.num_blocks,

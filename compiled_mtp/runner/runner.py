@@ -56,9 +56,8 @@ class Runner:
         *,
         save_to: Path | None = None,
     ) -> None:
-        self.spec = spec
         parts = build(spec, progress, fill, save_to)
-        self.memory, self.step, self.programs, self.moves, self.later, self.encoder = parts
+        self.spec, self.memory, self.step, self.programs, self.moves, self.later, self.encoder = parts
         self._progress, self._fill = progress, fill
         self.waited_s = 0.0
         # Plans whose launch has succeeded so far.
@@ -183,7 +182,7 @@ class Runner:
         spec = replace(self.spec, config=config)
         # Updates replace no weight of the vision tower.
         parts = build(spec, self._progress, fill, memory=self.memory, tower_path=self.spec.config.model)
-        _, self.step, self.programs, self.moves, self.later, self.encoder = parts
+        _, _, self.step, self.programs, self.moves, self.later, self.encoder = parts
 
     @property
     def is_asleep(self) -> bool:

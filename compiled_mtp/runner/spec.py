@@ -40,7 +40,7 @@ _LEAST_THREADED_BYTES = 64 << 20
 _LEAST_TREE_BYTES = 1 << 30
 # The most slots whose rings have room for MAX_DRAFTS (at 27B twice the bytes of 7 drafts), and the most
 # requests of a round that verifies as many: their rows fill one row tile.
-_MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
+MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -66,11 +66,12 @@ class EngineSpec:
 
     model_shard: this rank's share of `model`. shapes: those of the rounds of any number of requests, the
     deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify MAX_DRAFTS, which
-    only drafts from the text can be. has_lookup: drafts are looked up in the text too. num_valid_ids: ids
-    that the tokenizer knows. cache: the graph_cache in use. num_threads: None for torch's number.
-    max_model_len: before memory bounds it. prefill_chunk: the most tokens of a prompt in a launch;
-    busy_chunk: the same while rounds wait. least_saved: the tokens that a state snapshot near a prompt's end
-    must save when the same prompt comes again. communicator: connects this rank to the others, if any.
+    only drafts from the text can be; `for_batch` takes them from an engine of many slots. has_lookup: drafts
+    are looked up in the text too. num_valid_ids: ids that the tokenizer knows. cache: the graph_cache in use.
+    num_threads: None for torch's number. max_model_len: before memory bounds it. prefill_chunk: the most
+    tokens of a prompt in a launch; busy_chunk: the same while rounds wait. least_saved: the tokens that a
+    state snapshot near a prompt's end must save when the same prompt comes again. communicator: connects this
+    rank to the others, if any.
 
     A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata makes its
     JSON value, and `setting` names the setting that it resolves, where the names differ.
@@ -85,7 +86,7 @@ class EngineSpec:
     weight_recipe: Recipe | None
     weight_formats: Formats = field(metadata={"traced": _format_names})
     shapes: tuple[RoundShape, ...]
-    wide_shapes: tuple[RoundShape, ...]
+    wide_shapes: tuple[RoundShape, ...] = field(metadata=NOT_TRACED)
     has_lookup: bool
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
@@ -173,6 +174,17 @@ class EngineSpec:
         """The least `value` of all ranks, so that every rank derives the same numbers from it."""
         return value if self.communicator is None else self.communicator.least(value)
 
+    def for_batch(self, max_batch: int) -> EngineSpec:
+        """The spec of an engine of `max_batch` slots, once memory has decided their number.
+
+        Says in the log what many slots cost drafts from the text.
+        """
+        if max_batch <= MOST_WIDE_SLOTS or not self.wide_shapes:
+            return self
+        text = "a round verifies at most %d drafts from the text; with max_batch of at most %d it verifies %d"
+        logger.info(text, self.mtp_step, MOST_WIDE_SLOTS, MAX_DRAFTS)
+        return replace(self, wide_shapes=())
+
     def of_rank(self, communicator: Communicator) -> EngineSpec:
         """From the whole engine's spec, the spec of the rank that `communicator` belongs to."""
         is_cuda, formats = self.device.type == "cuda", self.weight_formats
@@ -203,8 +215,7 @@ def resolve(
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     shapes = tuple(RoundShape(depth, depth) for depth in config.depths)
     has_lookup = config.lookup == "auto" and shapes[-1].chain > 0
-    # The default of max_batch follows memory, in which the longer rings count.
-    is_wide = has_lookup and (config.max_batch or _MOST_WIDE_SLOTS) <= _MOST_WIDE_SLOTS
+    wide_shapes = tuple(RoundShape(MAX_DRAFTS, s.chain) for s in shapes if s.chain) if has_lookup else ()
     num_threads = config.num_threads
     if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
         num_threads = 1
@@ -219,7 +230,7 @@ def resolve(
         weight_recipe=recipe,
         weight_formats=formats,
         shapes=shapes,
-        wide_shapes=tuple(RoundShape(MAX_DRAFTS, s.chain) for s in shapes if s.chain) if is_wide else (),
+        wide_shapes=wide_shapes,
         has_lookup=has_lookup,
         drafts=_plan_drafts(config, model, num_valid_ids, formats, dtype=dtype, device=device),
         num_valid_ids=num_valid_ids,

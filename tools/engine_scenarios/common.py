@@ -32,6 +32,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def depth(text: str) -> int | str:
+    """Parse --mtp-step: a number or "auto"."""
+    return text if text == "auto" else int(text)
+
+
 def numbers(text: str) -> list[int]:
     """Parse a flag's integers, separated by commas."""
     return [int(number) for number in text.split(",")]
@@ -52,7 +57,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="on a GPU: replay, reduce-overhead, auto, or uncompiled, which starts in seconds",
     )
-    parser.add_argument("--mtp-step", type=int, default=3)
+    parser.add_argument("--mtp-step", type=depth, default=3, help="a number or auto")
     parser.add_argument("--num-threads", type=int)
 
 
