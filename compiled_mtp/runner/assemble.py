@@ -284,13 +284,12 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     slot_state = SlotState(
         slots,
         spec.max_drafts,
-        spec.mtp_step,
         -(-memory.max_model_len // block_size),
         model.hidden_size,
         model.vocab_size,
         spec.dtype,
         device,
-        text_length=memory.max_model_len if spec.has_lookup else 0,
+        rows=spec.draft_rows(memory.max_model_len),
         num_forced=memory.max_model_len if config.scoring else 0,
     )
     return Step(
@@ -305,6 +304,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         memory.max_model_len,
         config.synthetic_acceptance,
         draft_head,
+        drafters=spec.drafters,
         has_images=spec.model.vision is not None,
     )
 

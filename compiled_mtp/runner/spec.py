@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
+from compiled_mtp.cache.slot_tensors import SlotRow
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
@@ -24,9 +25,10 @@ from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
 from compiled_mtp.ops.registry import use_reference
-from compiled_mtp.ops.window import MAX_DRAFTS
+from compiled_mtp.rounds.drafters import CHAIN, LOOKUP, choose_drafters
 from compiled_mtp.scheduler.limits import TowerCost
 from compiled_mtp.spec.depth import first_depth
+from compiled_mtp.step import Drafter, SlotSizes
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +40,8 @@ _LEAST_THREADED_BYTES = 64 << 20
 # host 0.2 to 0.65 ms per step: the smallest released model, of 1.5 GB, loses 0.5 % of its speed, and a model
 # of a few MB loses half.
 _LEAST_TREE_BYTES = 1 << 30
-# The most slots whose rings have room for MAX_DRAFTS (at 27B twice the bytes of 7 drafts), and the most
-# requests of a round that verifies as many: their rows fill one row tile.
+# The most slots whose rings have room for the drafts of a wide round (at 27B twice the bytes of 7 drafts),
+# and the most requests of a round that verifies as many: their rows fill one row tile.
 MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
 
 
@@ -56,6 +58,10 @@ def _draft_weights(plan: DraftPlan) -> Mapping[str, int | bool | None]:
     return {name: getattr(plan, name) for name in names}
 
 
+def _drafter_names(drafters: Sequence[Drafter]) -> list[str]:
+    return [drafter.name for drafter in drafters]
+
+
 def _kind(communicator: Communicator | None) -> str | None:
     return None if communicator is None else communicator.kind
 
@@ -65,9 +71,9 @@ class EngineSpec:
     """The resolved values that every part of an engine reads instead of its configs; see `resolve`.
 
     model_shard: this rank's share of `model`. shapes: those of the rounds of any number of requests, the
-    deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify MAX_DRAFTS, which
-    only drafts from the text can be; `for_batch` takes them from an engine of many slots. has_lookup: drafts
-    are looked up in the text too. num_valid_ids: ids that the tokenizer knows. cache: the graph_cache in use.
+    deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify more drafts than a
+    chain has, which only drafts from the text can be; `for_batch` takes them from an engine of many slots.
+    drafters: asked in this order. num_valid_ids: ids that the tokenizer knows. cache: the graph_cache in use.
     num_threads: None for torch's number. max_model_len: before memory bounds it. prefill_chunk: the most
     tokens of a prompt in a launch; busy_chunk: the same while rounds wait. least_saved: the tokens that a
     state snapshot near a prompt's end must save when the same prompt comes again. communicator: connects this
@@ -87,7 +93,7 @@ class EngineSpec:
     weight_formats: Formats = field(metadata={"traced": _format_names})
     shapes: tuple[RoundShape, ...]
     wide_shapes: tuple[RoundShape, ...] = field(metadata=NOT_TRACED)
-    has_lookup: bool
+    drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names})
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
     max_model_len: int
@@ -105,6 +111,16 @@ class EngineSpec:
     def has_shapes(self) -> bool:
         """Whether programs have fixed shapes, prepared at the start: compiled, captured or both."""
         return self.is_compiled or self.has_graphs
+
+    @property
+    def has_lookup(self) -> bool:
+        """Whether drafts are looked up in the text too."""
+        return LOOKUP in self.drafters
+
+    def draft_rows(self, max_model_len: int) -> tuple[SlotRow, ...]:
+        """What the drafters keep of each request of at most so many tokens."""
+        sizes = SlotSizes(self.mtp_step, max_model_len, self.model.hidden_size, self.dtype)
+        return tuple(row for drafter in self.drafters for row in drafter.rows(sizes))
 
     @property
     def mtp_step(self) -> int:
@@ -182,7 +198,7 @@ class EngineSpec:
         if max_batch <= MOST_WIDE_SLOTS or not self.wide_shapes:
             return self
         text = "a round verifies at most %d drafts from the text; with max_batch of at most %d it verifies %d"
-        logger.info(text, self.mtp_step, MOST_WIDE_SLOTS, MAX_DRAFTS)
+        logger.info(text, self.mtp_step, MOST_WIDE_SLOTS, self.max_drafts)
         return replace(self, wide_shapes=())
 
     def of_rank(self, communicator: Communicator) -> EngineSpec:
@@ -213,9 +229,7 @@ def resolve(
     check(model.is_moe or not config.routed_experts, "routed_experts", rule, True, remedy)
     dtype = getattr(torch, config.resolve_dtype(kind, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    shapes = tuple(RoundShape(depth, depth) for depth in config.depths)
-    has_lookup = config.lookup == "auto" and shapes[-1].chain > 0
-    wide_shapes = tuple(RoundShape(MAX_DRAFTS, s.chain) for s in shapes if s.chain) if has_lookup else ()
+    drafters = choose_drafters(max(config.depths), config.lookup)
     num_threads = config.num_threads
     if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
         num_threads = 1
@@ -229,9 +243,9 @@ def resolve(
         kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
         weight_recipe=recipe,
         weight_formats=formats,
-        shapes=shapes,
-        wide_shapes=wide_shapes,
-        has_lookup=has_lookup,
+        shapes=CHAIN.shapes(config.depths),
+        wide_shapes=LOOKUP.shapes(config.depths) if LOOKUP in drafters else (),
+        drafters=drafters,
         drafts=_plan_drafts(config, model, num_valid_ids, formats, dtype=dtype, device=device),
         num_valid_ids=num_valid_ids,
         max_model_len=config.resolve_max_model_len(model),

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.cache import slot_state
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.rounds import drafters
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.checkpoints import write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take what follows any match, whatever it was worth before."""
-    monkeypatch.setitem(slot_state._INITIAL, "threshold", LEAST_MATCH)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
     monkeypatch.setattr(cpu, "RISE", -1)
 
 

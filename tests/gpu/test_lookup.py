@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.cache import slot_state
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
+from compiled_mtp.rounds import drafters
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, requests, run
 from tests.engines import make_engine
@@ -104,7 +104,7 @@ def test_forced_drafts_from_the_text_change_no_token(
 ) -> None:
     from compiled_mtp.ops.find_drafts import kernel
 
-    monkeypatch.setitem(slot_state._INITIAL, "threshold", LEAST_MATCH)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
     monkeypatch.setattr(kernel, "RISE", -1)
     engine = gpu_engine(checkpoint, mtp_step=mtp_step, max_batch=max_batch, lookup="auto", **options)
     shapes: list[RoundShape] = []
