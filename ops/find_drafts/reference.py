@@ -53,11 +53,11 @@ def _sizes_fit(num_drafts: int, S: int, positions: int) -> None:
         raise fail("drafts", f"hold {max(S, 1)} ids a slot", num_drafts, "make SlotState for that depth")
 
 
-# The search waits for `accept_window`, which writes the last tokens; state_index is an input of the round.
+# The search reads the text at once: what wrote the last tokens is older than the head of the last draft.
 @operator(
     mutates=("drafts", "matched", "threshold", "chain_kept"),
     launches=(
-        Launch("search_kernel", reads_early=("state_index",)),
+        Launch("search_kernel", reads_early=("token_ids", "state_index", "pos")),
         Launch("choose_kernel", reads_early=("state_index",)),
     ),
     check=_sizes_fit,

@@ -170,9 +170,7 @@ def test_parts_of_a_text_change_no_result(interpreter: None, monkeypatch: pytest
 
     ids = [position * 7919 % 97 for position in range(4200)]
     for most in (1, 3, 64):
-        monkeypatch.setattr(kernel, "MOST_PARTS", 64)
         monkeypatch.setattr(kernel, "MOST_PROGRAMS", most)
-        monkeypatch.setattr(kernel, "LEAST_PARTS", 1)
         args = arguments([ids, ids[:50]], 3)
         check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
 
