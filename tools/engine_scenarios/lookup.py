@@ -158,17 +158,9 @@ def make_texts(
     return cut
 
 
-def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[int, Text]]:
-    """Return an engine that forces the output of the request with seed n to that of entry n of a mapping."""
-    engine = common.open_engine(
-        flags,
-        kind=Engine,
-        max_batch=max(flags.batch),
-        max_model_len=2 * flags.most_tokens + 64,
-        lookup=lookup,
-        scoring=True,
-        synthetic_acceptance=0.0,
-    )
+def force_outputs(engine: Engine) -> dict[int, Text]:
+    """Return a mapping, empty at first: the engine, made for scoring, forces the output of the request with
+    seed n to that of entry n."""
     texts: dict[int, Text] = {}
     carry_out, slots = engine.runner.moves.carry_out, engine.runner.step.slots
     assert slots.forced_ids is not None
@@ -184,7 +176,21 @@ def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[in
         return failed
 
     engine.runner.moves.carry_out = force  # type: ignore[method-assign]
-    return engine, texts
+    return texts
+
+
+def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[int, Text]]:
+    """Return an engine, and what forces its outputs."""
+    engine = common.open_engine(
+        flags,
+        kind=Engine,
+        max_batch=max(flags.batch),
+        max_model_len=2 * flags.most_tokens + 64,
+        lookup=lookup,
+        scoring=True,
+        synthetic_acceptance=0.0,
+    )
+    return engine, force_outputs(engine)
 
 
 def decode(engine: Engine, forced: dict[int, Text], group: Sequence[Text], rate: float | None) -> Speed:
