@@ -5,10 +5,11 @@
     python tools/bench_engine.py conversation --save-versions versions.json   # then --versions versions.json
 
 Each turn sends the whole conversation so far as a stream of /v1/completions. The answers are forced: in turns
-1, 3, 5, .. the file as it is, in turns 2, 4, .. its next version in this repository's history. The model's
-own drafts are compared with them or, with --rate, kept so often that a chain of three alone gives that many
-tokens per round. For each turn and way: tokens per round, tokens per second from the first chunk to the last,
-and milliseconds to the first chunk.
+1, 3, 5, .. the file as it is, in turns 2, 4, .. its next version in this repository's history. The first
+question is about a file that the conversation does not hold yet. The model's own drafts are compared with
+them or, with --rate, kept so often that a chain of three alone gives that many tokens per round. For each
+turn and way: tokens per round, tokens per second from the first chunk to the last, and milliseconds to the
+first chunk.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser)
     parser.add_argument("--turns", type=common.count, default=10)
     parser.add_argument("--rate", type=float, help="tokens per round of a chain of three alone")
+    parser.add_argument(
+        "--most-tokens", type=common.count, default=340, help="of an answer, the beginning of a version"
+    )
     parser.add_argument("--path", default="tools/bench_engine.py", help="a file of this repository")
     parser.add_argument(
         "--versions",
@@ -73,7 +77,7 @@ def make_turns(flags: argparse.Namespace, versions: Sequence[str]) -> list[Text]
 
     for turn in range(flags.turns):
         said = said + encode(QUESTIONS[turn % 2])
-        answer = encode(versions[(turn + 1) // 2])
+        answer = encode(versions[(turn + 1) // 2])[: flags.most_tokens]
         made.append(Text(said, answer))
         said = said + answer
     return made
