@@ -113,3 +113,20 @@ def test_forced_drafts_from_the_text_change_no_token(
     stats = engine.stats().speculation
     assert 0 < stats.lookup_accepted < stats.lookup_drafted
     assert any(shape.verify == 15 for shape in shapes) == (max_batch < 9)
+
+
+@pytest.mark.parametrize("offload_gb", [0.0, None])
+def test_preempted_requests_keep_their_text(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, offload_gb: float | None
+) -> None:
+    from compiled_mtp.ops.find_drafts import kernel
+
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
+    monkeypatch.setattr(kernel, "RISE", -1)
+    sizes = {"max_batch": 4, "num_blocks": 7, "offload_gb": offload_gb, "compile": "off"}
+    engine = gpu_engine(checkpoint, lookup="auto", **sizes)
+    engine.scheduler._planner._admission.tokens_ahead = -400
+    assert run(engine, requests(), 1, arrivals=0.8) == plain(checkpoint, "off")
+    stats = engine.stats()
+    assert stats.offloads + stats.recomputes > 0
+    assert stats.speculation.lookup_accepted > 0
