@@ -31,7 +31,9 @@ from compiled_mtp.models.draft_weights import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows, Rows
-from compiled_mtp.ops.linear import NARROW_ROWS
+from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
 from compiled_mtp.ops.window import (
     Accepted,
@@ -151,6 +153,7 @@ class Step(nn.Module):
         self.register_buffer("draft_head", head.weight)
         self.register_buffer("draft_head_scale", head.scale)
         self.register_buffer("draft_ids", head.ids)
+        self.quantizes_draft_rows = head.quantizes_rows
 
     def accept_at(self, rate: float | None) -> None:
         """Accept drafts at another synthetic rate from the next launch on; None compares them again.
@@ -159,15 +162,6 @@ class Step(nn.Module):
         """
         assert self.hash_limit is not None
         self.hash_limit.fill_(-1 if rate is None else round(rate * 2**16))
-
-    def has_own_head(self, batch: int) -> bool:
-        """Whether drafts of `batch` requests read another head than the target's.
-
-        A copy of the whole head in FP8 is faster up to NARROW_ROWS rows alone; the rows of `draft_vocab` are
-        read at every size, because they are few.
-        """
-        is_whole = self.draft_ids is None
-        return self.draft_head is not None and not (is_whole and batch > NARROW_ROWS)
 
     def decode(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Run one round: verify the first S1 drafts of each request, emit its new tokens, leave S2 drafts.
@@ -352,6 +346,19 @@ class Step(nn.Module):
         assert self.kv_cache.draft is not None
         table, ids = self.target.embed.table_for(token_ids)
         return self.draft(table, ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [M, n] of the draft model's output [M, H], one for each row of the draft's head."""
+        head, scale = self.draft_head, self.draft_head_scale
+        if head is None:
+            return self.target.logits(hidden)
+        if self.quantizes_draft_rows:
+            logits = linear_w8a8(*quantize_rows(hidden), head, scale, True)
+        else:
+            logits = linear(hidden, head, scale, True)
+        # With draft_vocab every rank holds this head whole.
+        communicator = self.target.communicator if self.draft_ids is None else None
+        return logits if communicator is None else communicator.gather_columns(logits)
 
     def leave_drafts(self, inputs: DraftInputs) -> LeftDrafts:
         """Ask the drafters in turn, and leave the slots with what the last one gives.

@@ -138,21 +138,16 @@ class TargetModel(nn.Module):
         own = self.head_weight[(ids - self.communicator.rank * size).clamp(0, size - 1)]
         return self.communicator.gather(own)[ids // size, torch.arange(len(ids), device=ids.device)]
 
-    def logits(
-        self, hidden: torch.Tensor, head: torch.Tensor | None = None, scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """float32 logits [M, vocab_size] of hidden states [M, hidden_size], also of prompts: M is small.
-
-        head, scale: an output head in another format, divided among ranks as `head_weight` is.
-        """
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [M, vocab_size] of hidden states [M, hidden_size], also of prompts: M is small."""
         codes = self.head_codes
-        if head is None and codes is not None:
+        if codes is not None:
             return linear_blocks(hidden, *codes, True)
-        head, communicator = self.head_weight if head is None else head, self.communicator
+        head, communicator = self.head_weight, self.communicator
         if communicator is None:
-            return linear(hidden, head, scale, True)
+            return linear(hidden, head, None, True)
         return communicator.gather_columns(
-            linear(hidden, head, scale, True, False, len(head) * communicator.world)
+            linear(hidden, head, None, True, False, len(head) * communicator.world)
         )
 
     def forward(

@@ -9,7 +9,6 @@ import torch
 from compiled_mtp.cache.slot_tensors import SlotRow
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import FIRST_CHAIN_KEPT, FIRST_THRESHOLD, LookupState, find_drafts
-from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.window import MAX_DRAFTS
 from compiled_mtp.step import Drafter, DraftInputs, SlotSizes, Step
 from compiled_mtp.step_output import LeftDrafts
@@ -25,7 +24,6 @@ def _draft_chain(step: Step, inputs: DraftInputs, drafts: torch.Tensor) -> LeftD
     rows, token, batch = inputs.rows, inputs.token, inputs.token.shape[0]
     hidden = step.draft_forward(inputs.tokens, inputs.hidden, rows, inputs.kept_rows)
     found = [drafts]
-    head, scale = (step.draft_head, step.draft_head_scale) if step.has_own_head(batch) else (None, None)
     for i in range(inputs.num_drafts):
         if i:
             # Draft i's input: the draft before it.
@@ -33,14 +31,9 @@ def _draft_chain(step: Step, inputs: DraftInputs, drafts: torch.Tensor) -> LeftD
             rotary = step.rotary_positions(positions, rows.state_index)
             chained = rows.moved(rotary, positions, inputs.chain_slots[i - 1, :batch])
             hidden = step.draft_forward(token, hidden, chained)
-        if head is None or step.draft_ids is None:
-            logits = step.target.logits(hidden, head, scale)
-        else:
-            # Every rank holds this head whole.
-            logits = linear(hidden, head, scale, True, False)
         # Drafts past max_model_len take the noise of the last position: no request has room for them.
         token = step.draw(
-            logits=logits,
+            logits=step.draft_logits(hidden),
             drafts=found[-1] if len(found) < 3 else torch.cat(found[1:], dim=1),
             positions=inputs.chain_positions[i, :batch],
             state_index=rows.state_index,

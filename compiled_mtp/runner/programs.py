@@ -83,10 +83,7 @@ class Programs:
         self.max_batch = step.slots.pos.shape[0] - SPARE_SLOTS
         self.most_prompt_chunks = prompt_chunk_limit(self.lengths[-1], self.max_batch)
         sizes = {bucket.groups for bucket in self.buckets}
-        # A program cannot ask for the batch: sizes whose drafts read the target's head, where smaller ones do
-        # not, have programs of their own.
-        narrow = {size for size in sizes if step.has_own_head(size)}
-        self._sharing = sharing((narrow or sizes) if communicator is None else ())
+        self._sharing = sharing(sizes if communicator is None else ())
         self.inputs = StaticInputs(self.device, sizes, self.lengths, self.most_prompt_chunks)
         like = step.slots.last_hidden
         self.images = (
