@@ -47,26 +47,34 @@ from compiled_mtp.ops.window import (
 from compiled_mtp.step_output import NUM_MATCHES, LeftDrafts, pack_round
 
 
-class DraftInputs(NamedTuple):
-    """What drafters read once the tokens of B requests are committed.
+class DraftRows(NamedTuple):
+    """What the draft model reads of a round, and where its chain goes.
 
-    state_index [B]. token [B]: each request's last. tokens [M] and hidden [M, H]: tokens drawn by the rows,
-    and the target's hidden states before them; rows: where these M inputs go in the draft's KV; kept_rows [B]
-    int64: the rows of the last tokens, None for all. chain_positions, chain_slots [>= S, >= B]: positions and
-    KV indices of the next S = num_drafts drafts. accepted [B, 2 + W]: `packed` of `accept_window`, None for a
-    first token.
+    tokens [M] and hidden [M, H]: tokens drawn by the rows, and the target's hidden states before them; rows:
+    where these M inputs go in the draft's KV; kept_rows [B] int64: the rows of the last tokens, None for all.
+    chain_positions, chain_slots [>= S, >= B]: positions and KV indices of the next S drafts.
     """
 
-    state_index: torch.Tensor
-    token: torch.Tensor
     tokens: torch.Tensor
     hidden: torch.Tensor
     rows: Rows
     kept_rows: torch.Tensor | None
     chain_positions: torch.Tensor
     chain_slots: torch.Tensor
+
+
+class DraftInputs(NamedTuple):
+    """What drafters read once the tokens of B requests are committed.
+
+    state_index [B]. token [B]: each request's last. num_drafts: S, of a chain. accepted [B, 2 + W]: `packed`
+    of `accept_window`, None for a first token. draft_rows: None where the draft model's inputs are deferred.
+    """
+
+    state_index: torch.Tensor
+    token: torch.Tensor
     num_drafts: int
     accepted: torch.Tensor | None
+    draft_rows: DraftRows | None
 
 
 class SlotSizes(NamedTuple):
@@ -282,8 +290,10 @@ class Step(nn.Module):
         """
         if self.draft is None:
             return LeftDrafts(tokens.new_empty((state_index.shape[0], 0)), None)
+        inputs = DraftInputs(state_index, accepted.bonus, shape.chain, accepted.packed, None)
         if shape.verify == shape.chain == 0:
-            return self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
+            self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
+            return self.leave_drafts(inputs)
         rotary = self.rotary_positions(accepted.positions, state_index)
         rows = _decode_rows(state_index, window, rotary)
         chain = (accepted.chain_positions, accepted.chain_slots)
@@ -296,19 +306,15 @@ class Step(nn.Module):
                 block_table=window.block_table,
                 block_size=self.kv_cache.block_size,
             )
-        inputs = DraftInputs(
-            state_index=state_index,
-            token=accepted.bonus,
+        draft_rows = DraftRows(
             tokens=tokens,
             hidden=hidden,
             rows=rows.moved(rotary, accepted.positions, accepted.kv_slots),
             kept_rows=accepted.accepted_row,
             chain_positions=chain[0],
             chain_slots=chain[1],
-            num_drafts=shape.chain,
-            accepted=accepted.packed,
         )
-        return self.leave_drafts(inputs)
+        return self.leave_drafts(inputs._replace(draft_rows=draft_rows))
 
     def draw(
         self,
@@ -346,6 +352,13 @@ class Step(nn.Module):
         assert self.kv_cache.draft is not None
         table, ids = self.target.embed.table_for(token_ids)
         return self.draft(table, ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
+
+    def write_draft_keys(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: Rows) -> None:
+        """Write the draft's KV of inputs as `draft_forward` does, and compute nothing else."""
+        assert self.draft is not None
+        assert self.kv_cache.draft is not None
+        table, ids = self.target.embed.table_for(token_ids)
+        self.draft.write_keys(table, ids, hidden, rows, self.kv_cache.draft, self.cos_sin)
 
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits [M, n] of the draft model's output [M, H], one for each row of the draft's head."""
@@ -404,10 +417,10 @@ class Step(nn.Module):
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         accepted: Accepted,
-    ) -> LeftDrafts:
-        """Store the draft inputs of a round of one row per request for `catch_up`; returns no drafts [B, 0].
+    ) -> None:
+        """Store the draft inputs of a round of one row per request for `catch_up`.
 
-        Mutates the slots' rings of deferred inputs and their drafts, which become zeros.
+        Mutates the slots' rings of deferred inputs.
         """
         slots, index = self.slots, state_index.to(torch.int64)
         entry = (index, (window.pos + 1) % slots.deferred_ids.shape[1])
@@ -415,7 +428,6 @@ class Step(nn.Module):
         slots.deferred_hidden[entry] = hidden
         # Padding gains no token.
         slots.num_deferred[index] = slots.num_deferred[index] + accepted.packed[:, 0]
-        return self.store_drafts(state_index, tokens.new_empty((state_index.shape[0], 0)))
 
     def rotary_positions(self, positions: torch.Tensor, state_index: torch.Tensor) -> torch.Tensor:
         """The rotary positions, equal on all axes, of generated tokens at absolute `positions` [B * n].

@@ -21,21 +21,27 @@ def _draft_chain(step: Step, inputs: DraftInputs, drafts: torch.Tensor) -> LeftD
     them. The draft samples with the request's own noise, so it agrees with the target far more often than its
     argmax would (Daliri, Musco, Suresh, arXiv 2408.07978). Mutates the draft's KV.
     """
-    rows, token, batch = inputs.rows, inputs.token, inputs.token.shape[0]
-    hidden = step.draft_forward(inputs.tokens, inputs.hidden, rows, inputs.kept_rows)
-    found = [drafts]
+    if inputs.draft_rows is None:
+        return LeftDrafts(drafts, None)
+    tokens, hidden, rows, kept_rows, chain_positions, chain_slots = inputs.draft_rows
+    if not inputs.num_drafts:
+        step.write_draft_keys(tokens, hidden, rows)
+        return LeftDrafts(drafts, None)
+    token, batch, found = inputs.token, inputs.token.shape[0], [drafts]
+    hidden = step.draft_forward(tokens, hidden, rows, kept_rows)
     for i in range(inputs.num_drafts):
         if i:
             # Draft i's input: the draft before it.
-            positions = inputs.chain_positions[i - 1, :batch]
+            positions = chain_positions[i - 1, :batch]
             rotary = step.rotary_positions(positions, rows.state_index)
-            chained = rows.moved(rotary, positions, inputs.chain_slots[i - 1, :batch])
-            hidden = step.draft_forward(token, hidden, chained)
+            hidden = step.draft_forward(
+                token, hidden, rows.moved(rotary, positions, chain_slots[i - 1, :batch])
+            )
         # Drafts past max_model_len take the noise of the last position: no request has room for them.
         token = step.draw(
             logits=step.draft_logits(hidden),
             drafts=found[-1] if len(found) < 3 else torch.cat(found[1:], dim=1),
-            positions=inputs.chain_positions[i, :batch],
+            positions=chain_positions[i, :batch],
             state_index=rows.state_index,
             column_ids=step.draft_ids,
         ).token
@@ -76,6 +82,7 @@ def _look_up(step: Step, inputs: DraftInputs, drafts: torch.Tensor) -> LeftDraft
         lookup=LookupState(slots.matched, slots.threshold, slots.chain_kept),
         drafts=slots.drafts,
         accepted=inputs.accepted,
+        early=inputs.draft_rows is not None,
     )
     return LeftDrafts(found.drafts, found.matches)
 
@@ -94,7 +101,7 @@ def _text_rows(sizes: SlotSizes) -> tuple[SlotRow, ...]:
 
 
 def _wide_shapes(depths: Sequence[int]) -> tuple[RoundShape, ...]:
-    return tuple(RoundShape(MAX_DRAFTS, depth) for depth in depths if depth)
+    return tuple(RoundShape(MAX_DRAFTS, depth) for depth in depths)
 
 
 CHAIN = Drafter("mtp", _draft_chain, _chain_rows, _chain_shapes)

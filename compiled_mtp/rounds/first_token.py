@@ -8,7 +8,7 @@ from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
 from compiled_mtp.ops.window import committed_ids, place_chain, place_rows
 from compiled_mtp.rounds.logprobs import filtered_logits
-from compiled_mtp.step import DraftInputs, Step
+from compiled_mtp.step import DraftInputs, DraftRows, Step
 from compiled_mtp.step_output import StepOutput
 
 
@@ -95,19 +95,8 @@ def conclude_first(
             block_table=rows.block_table,
             block_size=step.kv_cache.block_size,
         )
-        inputs = DraftInputs(
-            state_index=state_index,
-            token=token,
-            tokens=token,
-            hidden=hidden,
-            rows=rows,
-            kept_rows=None,
-            chain_positions=chain[0],
-            chain_slots=chain[1],
-            num_drafts=num_drafts,
-            accepted=None,
-        )
-        left = step.leave_drafts(inputs)
+        draft_rows = DraftRows(token, hidden, rows, None, *chain)
+        left = step.leave_drafts(DraftInputs(state_index, token, num_drafts, None, draft_rows))
     num_new = is_live.to(torch.int64)
     num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64)) * num_new
     return StepOutput(num_new, num_finite, token[:, None], left.ids, left.matches).pack()

@@ -34,6 +34,7 @@ def search_kernel(
     LEAST_MATCH: tl.constexpr,
     MOST_MATCH: tl.constexpr,
     PLACE_BITS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Store the longest match in the blocks of one part, and its latest place: length * 2^26 + place."""
@@ -44,6 +45,8 @@ def search_kernel(
     request = tl.program_id(1)
     slot = tl.load(state_index + request).to(tl.int64)
     ids = token_ids + slot * text_stride
+    if PDL and not EARLY:
+        gdc_wait()
     last = tl.load(pos + slot).to(tl.int32)
     wanted = tl.load(ids + last)
     # Matches no id.
@@ -122,12 +125,13 @@ def choose_kernel(
     found = tl.max(tl.load(best + request * num_parts + part, mask=part < num_parts, other=0), 0)
     length = found >> PLACE_BITS
     place = found & ((1 << PLACE_BITS) - 1)
-    verified = tl.load(matched + slot)
+    # A round of one row verified no drafts.
+    verified = tl.where(verify > 0, tl.load(matched + slot), 0)
     least = tl.load(threshold + slot)
     mean = tl.load(chain_kept + slot)
     if accepted is not None:
         kept = (tl.load(accepted + request * accepted_stride).to(tl.int32) - 1) * UNIT
-        is_hit = kept >= tl.minimum(mean, verify * UNIT)
+        is_hit = kept >= tl.maximum(tl.minimum(mean, verify * UNIT), 1)
         moved = tl.minimum(tl.maximum(tl.where(is_hit, least - 1, least + RISE), LEAST_MATCH), MOST_MATCH)
         least = tl.where(is_live & (verified > 0), moved, least)
         mean = tl.where(is_live & (verified == 0) & (verify > 0), mean + ((kept - mean) >> DECAY), mean)
@@ -164,7 +168,7 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     search_kernel[(num_parts, batch)](
         token_ids, state_index, pos, best, token_ids.stride(0),
         BLOCK=BLOCK, LEAST_MATCH=LEAST_MATCH, MOST_MATCH=MOST_MATCH, PLACE_BITS=PLACE_BITS,
-        PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
+        EARLY=args.early, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
     choose_kernel[(batch,)](
         token_ids, state_index, pos, best, chain, *args.lookup, drafts, args.accepted, left, matches,

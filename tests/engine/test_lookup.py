@@ -196,6 +196,34 @@ def test_either_source_in_any_round_changes_no_token(
     assert sum(stats.drafted_by_index) > 0
 
 
+def at_depth_0(engine: Engine) -> None:
+    """Let the policy choose depth 0 for every round."""
+    policy = engine._depths
+    assert policy is not None
+    policy.controller.choose = lambda bucket, context: 0  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_at_depth_0_the_text_still_drafts(checkpoint: Path, forced: None, max_in_flight: int) -> None:
+    """Where a chain never pays, rounds of one row leave looked-up drafts for wide rounds without a chain."""
+    engine = make_engine(
+        checkpoint,
+        lookup="auto",
+        mtp_step="auto",
+        mtp_depths=(0, 1),
+        max_batch=1,
+        max_in_flight=max_in_flight,
+    )
+    at_depth_0(engine)
+    shapes: list[RoundShape] = []
+    assert run(engine, requests(), 4, shapes) == plain(checkpoint)
+    # A first round may verify what the first token left.
+    assert {(0, 0), (15, 0)} <= set(shapes)
+    stats = engine.stats().speculation
+    assert stats.lookup_accepted > stats.lookup_rounds > 0
+    assert stats.mean_new_tokens > 1.5
+
+
 def test_a_mixture_of_experts(tmp_path: Path, forced: None) -> None:
     write_checkpoint(tmp_path, **dict(FAMILIES)["moe-mixed"])
     engine = make_engine(tmp_path, lookup="auto", max_batch=3, max_in_flight=1)
@@ -290,13 +318,16 @@ def test_a_grammar_masks_the_rows_of_looked_up_drafts(
 
     def outputs(**options: Any) -> tuple[list[Any], Engine]:
         engine = make_engine(tmp_path, **options)
+        if "mtp_depths" in options:
+            at_depth_0(engine)
         prompts = ["ab-11. ab-22. ab-11. left"] * len(given)
         made = engine.generate(prompts, list(given.values()))
         return [(one.new_token_ids, one.logprobs, one.finish_reason) for one in made], engine
 
     wanted, _ = outputs(mtp_step=0, max_batch=1)
-    for max_batch in (1, 4):
-        found, engine = outputs(lookup="auto", max_batch=max_batch, max_in_flight=max_in_flight)
+    depth_0 = {"max_batch": 1, "mtp_step": "auto", "mtp_depths": (0, 1)}
+    for sizes in ({"max_batch": 1}, {"max_batch": 4}, depth_0):
+        found, engine = outputs(lookup="auto", max_in_flight=max_in_flight, **sizes)
         assert found == wanted
         stats = engine.stats().speculation
         assert stats.lookup_accepted > stats.lookup_rounds
