@@ -35,7 +35,7 @@ ENV_PREFIX = "COMPILED_MTP_"
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
 # max_batch: its limit, its default, and the largest default on a GPU.
-MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 64, 8, 32
+MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 256, 8, 32
 # The remedy for a checkpoint without an MTP head.
 HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of

@@ -82,16 +82,17 @@ class ImageSpan(NamedTuple):
 
 
 class EncodeSlice(NamedTuple):
-    """Layers first_layer to end_layer of the vision tower for one image of a slot's prompt.
+    """Parts first_part to end_part of the vision tower's layers for one image of a slot's prompt.
 
-    image: its number in the prompt. pixels: RGB bytes, row by row, in the slice with layer 0; else empty. The
-    slice with the tower's last layer leaves the image's features.
+    image: its number in the prompt. is_last: these are the last parts, and leave the image's features.
+    pixels: RGB bytes, row by row, in the slice with part 0; else empty.
     """
 
     image: int
     span: ImageSpan
-    first_layer: int
-    end_layer: int
+    first_part: int
+    end_part: int
+    is_last: bool
     pixels: bytes = b""
 
 

@@ -70,7 +70,7 @@ class RequestHistory:
 
     mtp_step: the most drafts of a chain; max_drafts: the most that a round verifies, 0 for mtp_step. rounds:
     for each verify round, the drafts that it verified and kept, as verified * 16 + kept, plus LOOKED_UP if
-    they were looked up in the text.
+    they were looked up in the text. is_given: the output is given, so the rounds show nothing of drafts.
     """
 
     prompt_tokens: int
@@ -81,6 +81,7 @@ class RequestHistory:
     time_to_first_token_s: float | None = None
     cached_tokens: int = 0
     image_tokens: int = 0
+    is_given: bool = False
 
 
 class RequestMetrics(NamedTuple):
@@ -308,6 +309,7 @@ class Request:
             )
         seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
         self.history = RequestHistory(len(self.prompt_token_ids), seed)
+        self.history.is_given = bool(self.forced_ids)
         self.history.image_tokens = sum(image.span.num_tokens for image in self.images)
         self.metrics = RequestMetrics(self.history, 0, 0, 0.0)
         self._delivered = self.metrics

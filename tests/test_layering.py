@@ -26,6 +26,7 @@ ROOMS = (
     "request",
     "cache",
     "communicators",
+    "files",
     "gguf",
     "models",
     "vision",

@@ -23,7 +23,7 @@ import torch
 import triton
 from op_cases import SHAPES, OpCase
 
-from compiled_mtp.benchmarks.bandwidth import read_bandwidth, time_us
+from compiled_mtp.benchmarks.gpu_rates import read_bandwidth, time_us
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 MAX_SETS = 256

@@ -3,9 +3,13 @@
     compiled-mtp bench serving --url http://127.0.0.1:8000 --concurrency 8 --num-requests 64
     compiled-mtp bench serving --rate 4 --ttft-slo-ms 200 --itl-slo-ms 30
     compiled-mtp bench serving --sweep 1,2,4,8,16
+    compiled-mtp bench serving --concurrency 64 --num-requests 256 --lengths 200:200 --beside other.jsonl
     compiled-mtp bench serving --exact-match qa.jsonl --against http://127.0.0.1:8001
 
-Prompts come from a file: .jsonl with a prompt or messages per line, else one prompt. The exact-match run asks
+Prompts come from a file: .jsonl with a prompt or messages per line, else one prompt. --lengths PROMPT:OUTPUT
+sends random token ids instead, with lognormal lengths of these means, and counts the end token as any other.
+Its line is a row that another engine's can stand beside: name the engine, the device, the shape and the
+weights with --row. --beside FILE prints the saved rows of the same load. The exact-match run asks
 the questions of {"prompt": ..., "answer": ...} at temperature 0 of two servers (of mtp_step 3 and 0), counts
 the outputs that begin with their answer, and fails unless all outputs are equal. Needs httpx.
 """
@@ -17,7 +21,6 @@ import asyncio
 import dataclasses
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +29,14 @@ from typing import Any
 
 import httpx
 
+from compiled_mtp.benchmarks.saved_rows import Row, read_rows
+from compiled_mtp.benchmarks.serving_rows import (
+    DRAWN_IDS,
+    SAVED_FIELDS,
+    mean_lengths,
+    percentiles,
+    with_beside,
+)
 from compiled_mtp.terminal.flags import Parser
 
 # Where no file of prompts is given: beginnings of Python source, which every model continues.
@@ -37,7 +48,8 @@ PROMPTS = (
     "import unittest\n\n\nclass OrderedDictTest(unittest.TestCase):\n    def setUp(self):\n",
     'def merge(one, other):\n    """Merge two sorted lists."""\n',
 )
-PERCENTILES = (50, 90, 99)
+# Fields of a row of --lengths that the run itself fills.
+OWN_FIELDS = {"streams", "requests", "mean_prompt", "mean_output", "tokens_per_s"}
 
 
 @dataclasses.dataclass
@@ -83,6 +95,17 @@ def make_body(prompt: dict[str, Any], index: int, flags: argparse.Namespace) -> 
     body |= {"model": flags.model, "max_tokens": flags.max_tokens, "temperature": flags.temperature}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     return body | ({} if flags.seed is None else {"seed": flags.seed + index})
+
+
+def drawn_bodies(flags: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the request bodies of a load of drawn lengths."""
+    rng = random.Random(flags.seed or 0)
+    bodies = []
+    for index, (prompt, output) in enumerate(flags.lengths.draw(flags.num_requests, flags.seed or 0)):
+        ids = [rng.randrange(DRAWN_IDS) for _ in range(prompt)]
+        own = {"max_tokens": output, "ignore_eos": True}
+        bodies.append(make_body({"prompt": ids}, index, flags) | own)
+    return bodies
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
@@ -160,13 +183,6 @@ async def run_load(
     return samples, time.perf_counter() - start
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the value below which `percent` % lie, by linear interpolation; 0 without values."""
-    if len(values) < 2:
-        return sum(values)
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
 def summarize(samples: Sequence[Sample], seconds: float, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the numbers of one run; goodput counts requests that met both limits, per second."""
     done = [sample for sample in samples if sample.error is None]
@@ -194,21 +210,29 @@ def summarize(samples: Sequence[Sample], seconds: float, flags: argparse.Namespa
         "goodput_per_s": round(len(good) / seconds, 3),
         "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
         "mean_new_tokens": round((rounds + accepted) / rounds, 3) if rounds else None,
-    } | {
-        name: {f"p{percent}": round(percentile(values, percent), 2) for percent in PERCENTILES}
-        for name, values in times.items()
-    }
+    } | {name: percentiles(values) for name, values in times.items()}
 
 
 async def bench(client: httpx.AsyncClient, flags: argparse.Namespace) -> dict[str, Any]:
     """Run what the flags ask for; return the object to print."""
-    prompts = read_prompts(flags.prompts)
-    bodies = [make_body(prompts[i % len(prompts)], i, flags) for i in range(flags.num_requests)]
+    if flags.lengths is None:
+        prompts = read_prompts(flags.prompts)
+        bodies = [make_body(prompts[i % len(prompts)], i, flags) for i in range(flags.num_requests)]
+    else:
+        bodies = drawn_bodies(flags)
     if flags.sweep is None:
         samples, seconds = await run_load(
             client, bodies, concurrency=flags.concurrency, rate=flags.rate, seed=flags.seed or 0
         )
-        return summarize(samples, seconds, flags)
+        row = summarize(samples, seconds, flags)
+        if flags.lengths is None:
+            return row
+        load = {"streams": flags.concurrency, "mean_prompt": flags.lengths.prompt}
+        row |= load | {"mean_output": flags.lengths.output, **flags.row}
+        row, line = with_beside(row, flags.saved)
+        if line:
+            print(f"beside: {line}", file=sys.stderr)
+        return row
     points = []
     for level in flags.sweep:
         samples, seconds = await run_load(client, bodies, concurrency=level, rate=None, seed=0)
@@ -256,6 +280,14 @@ def levels(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def row_fields(text: str) -> Row:
+    """Parse a flag's fields of a row, NAME=VALUE separated by commas."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, separated by commas, got {text!r}")
+    return {name: value for name, _, value in pairs}
+
+
 def make_parser() -> Parser:
     """Return the flags."""
     parser = Parser(
@@ -266,7 +298,22 @@ def make_parser() -> Parser:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address, without /v1")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key")
-    parser.add_argument("--prompts", type=Path, help="prompt file; default: beginnings of Python source")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompts", type=Path, help="prompt file; default: beginnings of Python source")
+    prompts.add_argument(
+        "--lengths",
+        type=mean_lengths,
+        metavar="PROMPT:OUTPUT",
+        help="random prompts; mean tokens of prompts and outputs, whose lengths are lognormal",
+    )
+    parser.add_argument(
+        "--row",
+        type=row_fields,
+        default={},
+        metavar="NAME=VALUE,...",
+        help="fields to add to the row of --lengths: engine, device, shape, weights",
+    )
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to that row")
     parser.add_argument("--num-requests", type=count, default=32)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=count, default=8, help="requests at a time")
@@ -319,7 +366,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"rate must be a number above 0, got {flags.rate}; give requests per second")
     if flags.against is not None and flags.exact_match is None:
         parser.error("against must come with exact_match, got it alone; a load goes to one server")
+    if flags.beside is not None and (flags.lengths is None or not SAVED_FIELDS - {*flags.row} <= OWN_FIELDS):
+        parser.error(
+            f"beside must come with lengths and a row of {sorted(SAVED_FIELDS - OWN_FIELDS)}, got "
+            f"{sorted(flags.row)}; add them"
+        )
     try:
+        flags.saved = [] if flags.beside is None else read_rows(flags.beside, SAVED_FIELDS, {})
         found = asyncio.run(run(flags))
     except (ValueError, OSError, KeyError, httpx.HTTPError) as error:
         print(f"error: {error!r}", file=sys.stderr)

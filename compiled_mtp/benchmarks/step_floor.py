@@ -1,10 +1,61 @@
-"""The bytes that a decode step must read and write: its floor, in units of the memory's bandwidth."""
+"""What a decode step needs at least: the bytes that it must read and write, and the products of its rows.
+
+Its *floor* is the time of the bytes. Its *roof* also counts tensor cores, which decide with many requests:
+the larger of the time of the weights' bytes and of the products, plus the time of all other bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 
+from compiled_mtp.benchmarks.gpu_rates import Rates
+from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.moe import MoE
 from compiled_mtp.runner.runner import Runner
+
+# Items of `floor_bytes` that are weights: they are read while tensor cores multiply.
+_WEIGHTS = ("target_layers", "target_head", "draft_layers", "draft_heads")
+
+
+def roof_ms(items: Mapping[str, float], flops: Mapping[str, float], rates: Rates) -> float:
+    """Return the milliseconds of a step's roof, from its `floor_bytes` and `product_flops`."""
+    weight_bytes = sum(count for name, count in items.items() if name in _WEIGHTS)
+    products_s = flops["bf16"] / rates.bf16_flops + flops["fp8"] / rates.fp8_flops
+    other_s = (sum(items.values()) - weight_bytes) / rates.read_bytes
+    return 1e3 * (max(weight_bytes / rates.read_bytes, products_s) + other_s)
+
+
+def product_flops(runner: Runner, batch: int) -> dict[str, float]:
+    """Operations of a step's products with weights, two for each weight of a row: "fp8" for quantised rows,
+    "bf16" for all others."""
+    step, mtp_step, config = runner.step, runner.step.mtp_step, runner.spec.model
+    rows = batch * (mtp_step + 1)
+    flops = {"bf16": 0.0, "fp8": 0.0}
+
+    def add(weights: int, quantised: int, num_rows: int) -> None:
+        flops["fp8"] += 2.0 * quantised * num_rows
+        flops["bf16"] += 2.0 * (weights - quantised) * num_rows
+
+    def quantised(module: torch.nn.Module) -> int:
+        """Weights of a row's products that take the row quantised."""
+        experts = config.num_experts_per_tok * config.moe_intermediate_size
+        mixture = 3 * config.hidden_size * (experts + config.shared_expert_intermediate_size)
+        linears = [part for part in module.modules() if isinstance(part, Linear) and part.quantizes_rows]
+        mixtures = [part for part in module.modules() if isinstance(part, MoE) and part.quantizes_rows]
+        return sum(part.weight.numel() for part in linears) + mixture * len(mixtures)
+
+    add(config.active_weights, quantised(step.target.layers), rows)
+    add(step.target.num_head_rows * config.hidden_size, 0, rows)
+    if step.draft is not None:
+        layer = replace(config, num_layers=1, is_full_attention=(True,)).active_weights
+        passes = rows + (mtp_step - 1) * batch
+        add(layer + 2 * config.hidden_size**2, quantised(step.draft), passes)
+        num_ids = runner.spec.drafts.num_ids or step.target.num_head_rows
+        add(num_ids * config.hidden_size, 0, mtp_step * batch)
+    return flops
 
 
 def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: bool = True) -> dict[str, float]:

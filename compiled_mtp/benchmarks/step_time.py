@@ -7,7 +7,9 @@
 Random weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line per row:
 milliseconds per step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
 step must read and write, over the read bandwidth measured in the same run), the floor with drafts in the
-weights' own dtype (`--draft-dtype weights` has no other), the ratio to the first, host microseconds
+weights' own dtype (`--draft-dtype weights` has no other), the ratio to the first, the roof (the larger of the
+weights' bytes and of the tensor cores' time at the rates of torch's products, measured in the same run, plus
+the time of all other bytes) and the ratio to it, host microseconds
 per step (median, least and most: another process on the cores shows in it), the share of the step in which
 the GPU idles, kernels per step, tokens per second, and milliseconds per token of one request. A shape whose
 decode rows are not bit-equal between the timed buckets gets no row.
@@ -23,7 +25,8 @@ that do not begin with "{" are ignored. Several rows of one case are several mea
 least and the most.
 
 The engine prefills a context from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B: 131,072
-tokens are 64 launches; their keys and values take 9.1 GB). One depth, one batch and --graph-mode uncompiled
+tokens are 64 launches; their keys and values take 9.1 GB). Batches that do not fit into the GPU's memory get
+no row, and a line that says so. One depth, one batch and --graph-mode uncompiled
 are the quickest way to a figure; kernels that Inductor would fuse are then launched singly.
 """
 
@@ -45,11 +48,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from compiled_mtp import __version__
-from compiled_mtp.benchmarks.bandwidth import read_bandwidth
+from compiled_mtp.benchmarks.gpu_rates import Rates, measure_rates
 from compiled_mtp.benchmarks.released_shapes import LAYERS, fill_random, model_config, rate_for
-from compiled_mtp.benchmarks.step_floor import floor_bytes
+from compiled_mtp.benchmarks.saved_rows import Row, describe_beside, read_rows, rows_beside
+from compiled_mtp.benchmarks.step_floor import floor_bytes, product_flops, roof_ms
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.graphs.buckets import RoundShape
+from compiled_mtp.errors import check
+from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
 from compiled_mtp.models.layers import Linear
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.models.rows import Rows
@@ -70,7 +75,6 @@ COMMUNICATOR_KERNELS = ("gather_kernel", "sum_kernel")
 CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
 
-Row = Mapping[str, Any]
 # Not `-m`: with this package's own path, the process imports the same package even if it is not installed.
 _CODE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
@@ -91,6 +95,18 @@ class Loop:
         return sum(len(output.new_token_ids) for output in self.scheduler.take_outputs())
 
 
+def count_launches(batch: int, context: int, chunk: int) -> int:
+    """The launches, each of at most `chunk` rows, that prefill `batch` prompts of `context` tokens."""
+    return -(-batch // max(chunk // context, 1)) * -(-context // chunk)
+
+
+def most_gained(runner: Runner, batch: int, context: int) -> int:
+    """The most tokens that a request of a loop gains: the first one decodes a round for every launch of the
+    others' prefill."""
+    rounds = count_launches(batch, context, runner.spec.prefill_chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
+    return rounds * (runner.spec.mtp_step + 1)
+
+
 def start_loop(runner: Runner, batch: int, context: int) -> Loop:
     """Return a loop with `batch` prefilled requests of `context` tokens each."""
     spec, memory = runner.spec, runner.memory
@@ -104,12 +120,11 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
         mtp_step=spec.mtp_step,
         max_drafts=spec.max_drafts,
         max_in_flight=spec.max_in_flight,
+        max_prompt_chunks=prompt_chunk_limit(chunk, batch),
     )
     scheduler = Scheduler(limits)
     generator = torch.Generator().manual_seed(batch)
-    # The first request decodes a round for every chunk of the others' prefill.
-    rounds = batch * -(-context // chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
-    most = min(rounds * (spec.mtp_step + 1), memory.max_model_len - context)
+    most = min(most_gained(runner, batch, context), memory.max_model_len - context)
     for index in range(batch):
         ids = torch.randint(0, spec.model.vocab_size, (context,), generator=generator).tolist()
         params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=index)
@@ -120,6 +135,14 @@ def start_loop(runner: Runner, batch: int, context: int) -> Loop:
     while len(scheduler.running) < batch:
         loop.step()
     return loop
+
+
+def check_blocks(runner: Runner, batch: int, context: int) -> None:
+    """Raise ValueError unless the blocks hold `batch` requests of a loop to its end, without preemption."""
+    memory, tokens = runner.memory, context + most_gained(runner, batch, context)
+    needed = batch * -(-tokens // runner.spec.config.block_size)
+    rule = f"be at least {needed + 1} for {batch} requests of {tokens} tokens"
+    check(needed < memory.num_blocks, "num_blocks", rule, memory.num_blocks, "time fewer requests")
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -205,7 +228,7 @@ def time_steps(loop: Loop) -> Timed:
     return Timed(times, host_times, tokens, last - begin)
 
 
-def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+def measure(loop: Loop, batch: int, context: int, rates: Rates) -> dict[str, Any]:
     """Return one row of the table, without its kernels, from a loop that has just started."""
     runner = loop.runner
     times, host_times, tokens, total = time_steps(loop)
@@ -228,12 +251,17 @@ def measure(loop: Loop, batch: int, context: int, bandwidth: float) -> dict[str,
     half = context + (WARM_UP_STEPS + TIMED_STEPS // 2) * tokens // TIMED_STEPS // batch
     items = floor_bytes(runner, batch, half)
     plain = floor_bytes(runner, batch, half, has_own_drafts=False)
-    floor_ms, plain_ms = (1e3 * sum(each.values()) / bandwidth for each in (items, plain))
+    floor_ms, plain_ms = (1e3 * sum(each.values()) / rates.read_bytes for each in (items, plain))
+    flops = product_flops(runner, batch)
+    roof = roof_ms(items, flops, rates)
     return row | {
         "gpu_ms": round(gpu_ms, 3),
         "floor_ms": round(floor_ms, 3),
         "floor_weights_ms": round(plain_ms, 3),
         "ratio": round(step_ms / floor_ms, 3),
+        "roof_ms": round(roof, 3),
+        "roof_ratio": round(step_ms / roof, 3),
+        "tflop": {name: round(count / 1e12, 3) for name, count in flops.items()},
         "gpu_idle_share": round(max(0.0, 1 - gpu_ms / step_ms), 4),
         "bytes": {name: round(value) for name, value in items.items()},
     }
@@ -298,7 +326,7 @@ def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
 
 
 def measure_all(
-    runner: Runner, batches: list[int], context: int, bandwidth: float
+    runner: Runner, batches: list[int], context: int, rates: Rates
 ) -> Iterator[tuple[dict[str, Any], list[tuple[str, float]]]]:
     """Yield each row and the kernels of TRACED_STEPS steps; all batches are timed before any is traced.
 
@@ -309,7 +337,7 @@ def measure_all(
         begin = time.perf_counter()
         loop = start_loop(runner, batch, context)
         prefill_s = time.perf_counter() - begin
-        row = measure(loop, batch, context, bandwidth)
+        row = measure(loop, batch, context, rates)
         rows.append(row | {"context": context, "prefill_s": round(prefill_s, 1)})
         if batch != batches[-1]:
             end_loop(loop)
@@ -337,38 +365,6 @@ def print_kernels(kernels: Sequence[tuple[str, float]]) -> None:
     for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1])):
         count, total = len(spans) / TRACED_STEPS, sum(spans) / TRACED_STEPS
         print(f"  {count:7.0f} {total:12.1f} {statistics.median(spans):9.2f}  {name[:90]}")
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the saved rows of a file. Raises ValueError for a missing field or a file without rows."""
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
-    rows = [{"ranks": 1} | json.loads(line) for line in lines if line.lstrip().startswith("{")]
-    missing = [sorted(SAVED_FIELDS - row.keys()) for row in rows]
-    if not rows or any(missing):
-        got = f"none of {max(missing)}" if rows else "no row"
-        raise ValueError(f"beside must hold rows with {sorted(SAVED_FIELDS)}, got {got} in {path}; add them")
-    return rows
-
-
-def rows_beside(saved: Sequence[Row], row: Row) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each engine that measured the case of `row`, in file order."""
-    found: dict[str, list[float]] = {}
-    for other in saved:
-        if all(other[name] == row[name] for name in CASE_FIELDS):
-            found.setdefault(other["engine"], []).append(float(other["step_ms"]))
-    return found
-
-
-def describe_beside(beside: Mapping[str, Sequence[float]], step_ms: float) -> str:
-    """ "vLLM 0.26.0 18.900 to 20.100 ms (1.21 to 1.29 of ours)" for each engine, "" for none."""
-    texts = []
-    for engine, times in beside.items():
-        ends = sorted({min(times), max(times)})
-        span, ratios = (
-            " to ".join(one) for one in ([f"{t:.3f}" for t in ends], [f"{t / step_ms:.2f}" for t in ends])
-        )
-        texts.append(f"{engine} {span} ms ({ratios} of ours)")
-    return ", ".join(texts)
 
 
 def make_parser() -> Parser:
@@ -429,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(words)
     try:
-        saved = read_rows(arguments.beside) if arguments.beside else []
+        saved = read_rows(arguments.beside, SAVED_FIELDS, {"ranks": 1}) if arguments.beside else []
     except (OSError, ValueError) as error:
         parser.error(str(error))
     needed, found = arguments.tensor_parallel, torch.cuda.device_count()
@@ -458,11 +454,12 @@ def config_of(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int
 ) -> EngineConfig:
     """Return the config for one depth, graph mode and number of GPUs."""
-    # A short chunk compiles fastest, but the first requests gain tokens while the others are prefilled, and
+    # A short chunk starts fastest, but the first requests gain tokens while the others are prefilled, and
     # every chunk of a long context reads every weight.
-    prefill_chunk = 2048 if arguments.context > 4096 else 512 if mode == "uncompiled" else 64
-    # The tokens that the first request gains in the rounds between the others' chunks.
-    gained = max(64, -(-arguments.context // prefill_chunk) * (mtp_step + 1)) * max(batches)
+    is_long = arguments.context > 4096 or max(batches) > 32
+    prefill_chunk = 2048 if is_long else 512 if mode == "uncompiled" else 64
+    # The tokens that the first request gains in the rounds between the others' launches.
+    gained = count_launches(max(batches), arguments.context, prefill_chunk) * (mtp_step + 1)
     return EngineConfig(
         model=Path(__file__),
         device="cuda",
@@ -490,11 +487,13 @@ def run(
     arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, saved: list[Row]
 ) -> None:
     """Time one depth and graph mode on one GPU, and on several."""
-    bandwidth = read_bandwidth()
-    print(f"{arguments.shape}: read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    rates = measure_rates()
+    read, *products = (rate / 1e12 for rate in rates)
+    how_fast = "reads {:.2f} TB/s, multiplies {:.0f} TFLOP/s in bfloat16 and {:.0f} in FP8"
+    print(f"{arguments.shape}: {how_fast.format(read, *products)}", flush=True)
     of_one: dict[int, float] = {}
     for ranks in dict.fromkeys((1, arguments.tensor_parallel)):
-        for row in time_ranks(arguments, batches, mtp_step, mode, ranks, bandwidth):
+        for row in time_ranks(arguments, batches, mtp_step, mode, ranks, rates):
             first = of_one.setdefault(row["batch"], row["step_ms"])
             if arguments.tensor_parallel > 1:
                 row["of_one"] = round(row["step_ms"] / first, 3)
@@ -504,7 +503,7 @@ def run(
 
 
 def time_ranks(
-    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int, bandwidth: float
+    arguments: argparse.Namespace, batches: list[int], mtp_step: int, mode: str, ranks: int, rates: Rates
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of `ranks` GPUs."""
     begin, loaded = time.perf_counter(), list[float]()
@@ -515,12 +514,21 @@ def time_ranks(
         loaded.append(time.perf_counter())
 
     model = model_config(arguments.shape, arguments.fp8 is not None, arguments.int4, arguments.codes)
-    config = config_of(arguments, batches, mtp_step, mode, ranks)
-    spec = resolve(config, model, model.vocab_size, is_checkpoint=False)
-    if ranks == 1:
-        runner = Runner(spec, None, fill)
-    else:
-        runner = LeadRunner(spec, None, fill_random)
+    while True:
+        config = config_of(arguments, batches, mtp_step, mode, ranks)
+        spec = resolve(config, model, model.vocab_size, is_checkpoint=False)
+        try:
+            runner = Runner(spec, None, fill) if ranks == 1 else LeadRunner(spec, None, fill_random)
+            check_blocks(runner, batches[-1], arguments.context)
+            break
+        except (ValueError, torch.OutOfMemoryError) as error:
+            if len(batches) == 1:
+                raise
+            print(f"B={batches[-1]}: no row, it does not fit: {error}", flush=True)
+            batches = batches[:-1]
+        # The error's frames hold the weights until the clause ends.
+        gc.collect()
+        torch.cuda.empty_cache()
     startup_s = time.perf_counter() - (loaded or [begin])[0]
     check_rows(runner, batches)
     fixed = {
@@ -536,9 +544,10 @@ def time_ranks(
         "graph_mode": str(runner.programs.graph_mode) if mode == "auto" else mode,
         "startup_s": round(startup_s, 1),
         "buckets": len(runner.programs.buckets),
-        "bandwidth_tb_s": round(bandwidth / 1e12, 3),
+        "bandwidth_tb_s": round(rates.read_bytes / 1e12, 3),
+        "products_tflop_s": [round(rate / 1e12, 1) for rate in (rates.bf16_flops, rates.fp8_flops)],
     }
-    for row, kernels in measure_all(runner, batches, arguments.context, bandwidth):
+    for row, kernels in measure_all(runner, batches, arguments.context, rates):
         if arguments.kernels:
             print_kernels(kernels)
         own = {"kernels": round(len(kernels) / TRACED_STEPS), "communicator_ms": communicator_ms(kernels)}
@@ -549,7 +558,8 @@ def time_ranks(
 def print_row(row: Row, saved: Sequence[Row]) -> None:
     """Print a row as text, the saved rows of its case, and both as JSON."""
     floor = "floor {floor_ms:.3f} ({floor_weights_ms:.3f} with drafts in the weights' dtype)  "
-    floor += "ratio {ratio:.2f}  gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
+    floor += "ratio {ratio:.2f}  roof {roof_ms:.3f}, ratio {roof_ratio:.2f}  "
+    floor += "gpu {gpu_ms:.3f}  idle {gpu_idle_share:.1%}"
     ranks = "GPUs {ranks}  communicator {communicator_ms:.3f}"
     print(
         "S={mtp_step} {graph_mode:15} B={batch:<3} step {step_ms:7.3f} ms  "
@@ -557,7 +567,7 @@ def print_row(row: Row, saved: Sequence[Row]) -> None:
         "{tokens_per_s:.0f} tok/s  start {startup_s:.0f} s  ".format(**row)
         + (floor if "floor_ms" in row else ranks).format(**row)
     )
-    beside = rows_beside(saved, row)
+    beside = rows_beside(saved, row, CASE_FIELDS, "step_ms")
     if beside:
-        print(f"  beside: {describe_beside(beside, row['step_ms'])}")
+        print(f"  beside: {describe_beside(beside, row['step_ms'], 'ms', 3)}")
     print(json.dumps({**row, "beside": beside}), flush=True)

@@ -56,16 +56,17 @@ class Tokenizer:
         text = None if container is None else tokenizer_json(container)
         try:
             self.json_text = file.read_text(encoding="utf-8") if text is None else text
-            decoder = json.loads(self.json_text).get("decoder") or {}
             self._tokenizer = tokenizers.Tokenizer.from_str(self.json_text)
         except Exception as error:  # The Rust library raises plain Exception.
             raise ValueError(
                 f"{file} must be a tokenizer, got an error: {error}; download the file again"
             ) from None
-        if decoder.get("type") != "ByteLevel":
+        decoder = self._tokenizer.decoder
+        kind = None if decoder is None else type(decoder).__name__
+        if kind != "ByteLevel":
             raise ValueError(
-                f"{file} must decode byte-level tokens, got {decoder.get('type')!r}; use the file that was "
-                "released with the checkpoint"
+                f"{file} must decode byte-level tokens, got {kind!r}; use the file that was released "
+                "with the checkpoint"
             )
         # A truncation or padding saved in the file would change prompts silently.
         self._tokenizer.no_truncation()

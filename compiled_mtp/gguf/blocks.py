@@ -7,7 +7,7 @@ ggml's package gguf.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,8 @@ def decode(form: BlockType, raw: torch.Tensor, out: torch.Tensor) -> None:
     """Write the values of `raw` [m] uint8, whole blocks of `form`, into `out` [k], contiguous float32."""
     decoder = _DECODERS[form.name]
     blocks, values = raw.view(-1, form.block_bytes), out.view(-1, form.block)
-    step = torch.get_num_threads() * _VALUES_AT_ONCE // form.block
+    at_once = out.numel() if out.is_cuda else torch.get_num_threads() * _VALUES_AT_ONCE
+    step = max(1, at_once // form.block)
     for source, target in zip(blocks.split(step), values.split(step), strict=True):
         target.copy_(decoder(source))
 
@@ -47,12 +48,13 @@ def _nibbles(b: torch.Tensor) -> torch.Tensor:
 
 def _fields(b: torch.Tensor, bits: int) -> torch.Tensor:
     """[..., m] -> [..., 8 / bits, m]: each byte's fields of `bits` bits, the lowest first."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=b.device)
     return (b.contiguous()[..., None, :] >> shifts[:, None]).bitwise_and_((1 << bits) - 1)
 
 
-def _look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+def _look_up(table: Sequence[float], codes: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor(table, dtype=torch.float32, device=codes.device)
+    return values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def _q4_0(b: torch.Tensor) -> torch.Tensor:
@@ -136,7 +138,7 @@ def _q6_k(b: torch.Tensor) -> torch.Tensor:
 
 
 def _iq4_nl(b: torch.Tensor) -> torch.Tensor:
-    return _f16(b[:, :2]) * _look_up(torch.tensor(_IQ4).float(), _nibbles(b[:, 2:])).flatten(1)
+    return _f16(b[:, :2]) * _look_up(_IQ4, _nibbles(b[:, 2:])).flatten(1)
 
 
 def _iq4_xs(b: torch.Tensor) -> torch.Tensor:
@@ -144,21 +146,21 @@ def _iq4_xs(b: torch.Tensor) -> torch.Tensor:
     high = _fields(b[:, 2:4], 2).transpose(1, 2).flatten(1)
     low = _nibbles(b[:, 4:8]).transpose(1, 2).flatten(1)
     factors = _f16(b[:, :2]) * ((low | (high << 4)).float() - 32)
-    values = _look_up(torch.tensor(_IQ4).float(), _nibbles(b[:, 8:].view(-1, 8, 16)))
+    values = _look_up(_IQ4, _nibbles(b[:, 8:].view(-1, 8, 16)))
     return (values.flatten(2) * factors[..., None]).flatten(1)
 
 
 def _mxfp4(b: torch.Tensor) -> torch.Tensor:
     # Half of 2^(e - 127), because the table of codes is doubled.
-    factors = torch.tensor([2.0 ** (e - 128) for e in range(256)])
-    values = _look_up(torch.tensor(_E2M1).float(), _nibbles(b[:, 1:])).flatten(1)
+    factors = [2.0 ** (e - 128) for e in range(256)]
+    values = _look_up(_E2M1, _nibbles(b[:, 1:])).flatten(1)
     return values * _look_up(factors, b[:, :1])
 
 
 def _nvfp4(b: torch.Tensor) -> torch.Tensor:
     # Halved, because the table of codes is doubled.
-    factors = torch.tensor([_unsigned_e4m3(code) / 2 for code in range(256)])
-    values = _look_up(torch.tensor(_E2M1).float(), _nibbles(b[:, 4:].view(-1, 4, 8)))
+    factors = [_unsigned_e4m3(code) / 2 for code in range(256)]
+    values = _look_up(_E2M1, _nibbles(b[:, 4:].view(-1, 4, 8)))
     return (values.flatten(2) * _look_up(factors, b[:, :4])[..., None]).flatten(1)
 
 

@@ -10,8 +10,10 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {number: code for number, code in enumerate("BbHhIif?  Qqd") if code != " "}
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _AGAIN = "download the file again"
+_SETTLED_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,27 @@ def part_files(path: Path) -> list[Path]:
 def read_container(path: Path) -> Container:
     """Read the header of the GGUF file `path` and, if it is split, of all its parts.
 
-    Raises ValueError, naming the file, for one that is cut short, damaged, or of another version, and for a
-    tensor of a type that is not decoded.
+    A file that has not changed since the last call is not read again: a start asks several times, and the
+    texts of a tokenizer take half a second. Raises ValueError, naming the file, for one that is cut short,
+    damaged, or of another version, and for a tensor of a type that is not decoded.
     """
     files = part_files(path)
+    stamps = tuple(_stamp(file) for file in files)
+    # A file that changes twice within the resolution of its time would look unchanged.
+    is_settled = all(time.time_ns() - stamp[0] > _SETTLED_NS for stamp in stamps)
+    return (_read_once if is_settled else _read_parts)(path, tuple(files), stamps)
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes with the file, the time of the last change first."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise fail(str(file), "be a readable file", error, "check the path") from None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+def _read_parts(path: Path, files: Sequence[Path], stamps: object) -> Container:
     metadata: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for number, file in enumerate(files):
@@ -118,6 +138,9 @@ def read_container(path: Path) -> Container:
     whole = len(files) == 1 or wanted == len(tensors)
     check(whole, str(path), f"have {wanted} tensors in all its parts", len(tensors), "download all parts")
     return Container(path, metadata, tensors)
+
+
+_read_once = lru_cache(maxsize=1)(_read_parts)
 
 
 def _read_file(file: Path) -> tuple[dict[str, Any], list[Tensor]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from compiled_mtp.errors import check, fail
+from compiled_mtp.errors import check
+from compiled_mtp.files.reader import FileReader
 from compiled_mtp.gguf.blocks import decode
 from compiled_mtp.gguf.container import Container, Tensor
 from compiled_mtp.gguf.names import Source, checkpoint_sources
@@ -19,7 +22,17 @@ from compiled_mtp.ops.blocks import UNIT
 
 def stored_tensors(container: Container) -> dict[str, StoredTensor]:
     """Every tensor by its name in the checkpoint without the trunk's prefix; see `checkpoint_sources`."""
-    return {name: StoredTensor(name, source) for name, source in checkpoint_sources(container).items()}
+    files = FileReader()
+    return {name: StoredTensor(name, source, files) for name, source in checkpoint_sources(container).items()}
+
+
+class _Part(NamedTuple):
+    """Rows [begin, end) of a weight: those of `tensor` from row `first` on."""
+
+    tensor: Tensor
+    first: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,7 @@ class StoredTensor:
 
     name: str
     source: Source
+    files: FileReader = field(default_factory=FileReader, compare=False, repr=False)
 
     @property
     def file(self) -> Path:
@@ -54,26 +68,24 @@ class StoredTensor:
         """Bytes of all its blocks in the file."""
         return sum(run.tensor.type.bytes_of(run.count * self._width) for run in self.source.runs)
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) in float32, with the order and values of the checkpoint.
+    def rows(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
+        """Rows [start, stop) in float32 on `device`, with the order and values of the checkpoint.
 
         Raises ValueError for a file that has become shorter since its header was read.
         """
-        out = torch.empty(stop - start, self._width)
-        for tensor, first, begin, end in self._parts(start, stop):
-            _read_values(tensor, first * self._width, out[begin - start : end - start])
+        out = torch.empty(stop - start, self._width, device=device)
+        for parts in self._alike(start, stop):
+            form, begin, end = parts[0].tensor.type, parts[0].begin - start, parts[-1].end - start
+            decode(form, self._bytes(parts, device), out[begin:end])
         if self.source.tiles is not None:
             out = out.view(len(out), *self.source.tiles, -1).transpose(1, 2).reshape(out.shape)
         if self.source.scale is not None:
-            tensor, index = self.source.scale
-            factor = torch.empty(1)
-            _read_values(tensor, index, factor)
-            out *= factor
+            out *= self._factor().to(device)
         return self._restored(out).view(stop - start, *self.shape[1:])
 
     def read(self, region: tuple[slice, ...], device: torch.device | None = None) -> torch.Tensor:
-        """The float32 values in `region`, a range per dimension; on the CPU, whatever `device` is."""
-        return self.rows(region[0].start, region[0].stop)[(slice(None), *region[1:])]
+        """The float32 values in `region`, a range per dimension, on `device` or on the CPU."""
+        return self.rows(region[0].start, region[0].stop, device)[(slice(None), *region[1:])]
 
     @property
     def kind(self) -> str | None:
@@ -97,11 +109,9 @@ class StoredTensor:
         Raises ValueError for a file that has become shorter since its header was read.
         """
         codes, fields = [], []
-        for tensor, first, begin, end in self._parts(rows.start, rows.stop):
-            form, width = tensor.type, self._width // tensor.type.block
-            raw = _read_blocks(tensor, first * self._width, (end - begin) * self._width)
-            blocks = torch.frombuffer(raw, dtype=torch.uint8).to(device).view(-1, width, form.block_bytes)
-            found = UNITS[form.name](blocks)
+        for parts in self._alike(rows.start, rows.stop):
+            form, width = parts[0].tensor.type, self._width // parts[0].tensor.type.block
+            found = UNITS[form.name](self._bytes(parts, device).view(-1, width, form.block_bytes))
             codes.append(found[0])
             fields.append(found[1])
         # [n, units, ...]
@@ -112,9 +122,7 @@ class StoredTensor:
         own = [part[:, columns.start // UNIT : columns.stop // UNIT] for part in whole]
         factor = None
         if self.kind == "NVFP4":
-            factor = torch.ones(1)
-            if self.source.scale is not None:
-                _read_values(*self.source.scale, factor)
+            factor = torch.ones(1) if self.source.scale is None else self._factor()
             factor = factor.to(device).expand(len(own[0]))
         return own[0].flatten(1), own[1], factor
 
@@ -122,14 +130,43 @@ class StoredTensor:
     def _width(self) -> int:
         return math.prod(self.shape[1:])
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """For each run within [start, stop): its tensor, the first row there, and the range of rows here."""
+    def _parts(self, start: int, stop: int) -> Iterator[_Part]:
+        """The parts of the rows [start, stop), each in one run."""
         at = 0
         for run in self.source.runs:
             begin, end = max(start, at), min(stop, at + run.count)
             if begin < end:
-                yield run.tensor, run.start + begin - at, begin, end
+                yield _Part(run.tensor, run.start + begin - at, begin, end)
             at += run.count
+
+    def _alike(self, start: int, stop: int) -> Iterator[Sequence[_Part]]:
+        """Neighbouring parts of the rows [start, stop) of one file and type, together."""
+        for _, parts in groupby(
+            self._parts(start, stop), lambda part: (part.tensor.file, part.tensor.type.name)
+        ):
+            yield list(parts)
+
+    def _bytes(self, parts: Sequence[_Part], device: torch.device | None) -> torch.Tensor:
+        """The blocks of parts of one file and type. Raises ValueError for rows that are not whole blocks."""
+        tensor, width = parts[0].tensor, self._width
+        form = tensor.type
+        for part in parts:
+            is_whole = part.first * width % form.block == 0 == (part.end - part.begin) * width % form.block
+            rule, got = f"hold whole blocks of {form.block} values", f"{width} of {form.name}"
+            check(is_whole, part.tensor.name, rule, got, "convert the model again")
+        runs = [
+            (part.tensor.offset + form.bytes_of(part.first * width), form.bytes_of(count * width))
+            for part in parts
+            for count in (part.end - part.begin,)
+        ]
+        return self.files.read(tensor.file, runs, device)
+
+    def _factor(self) -> torch.Tensor:
+        """The float32 factor [1] of all values."""
+        assert self.source.scale is not None
+        tensor, index = self.source.scale
+        run = tensor.offset + tensor.type.bytes_of(index), tensor.type.bytes_of(1)
+        return self.files.read(tensor.file, [run]).view(torch.float32)
 
     def _restored(self, values: torch.Tensor) -> torch.Tensor:
         if self.source.change == "minus 1":
@@ -137,33 +174,6 @@ class StoredTensor:
         if self.source.change == "log of minus":
             return _log_of_minus(values, self.source.runs[0].tensor)
         return values
-
-
-def _read_values(tensor: Tensor, first: int, out: torch.Tensor) -> None:
-    """Fill `out`, contiguous, with the values of `tensor` from index `first` on."""
-    form = tensor.type
-    rule = f"hold whole blocks of {form.block} values"
-    is_whole = first % form.block == 0 and out.numel() % form.block == 0
-    check(is_whole, tensor.name, rule, f"{out.numel()} of {form.name}", "convert the model again")
-    raw = _read_blocks(tensor, first, out.numel())
-    decode(form, torch.frombuffer(raw, dtype=torch.uint8), out)
-
-
-def _read_blocks(tensor: Tensor, first: int, count: int) -> bytearray:
-    """The whole blocks of `count` values from index `first` on."""
-    form = tensor.type
-    raw = bytearray(form.bytes_of(count))
-    with tensor.file.open("rb", buffering=0) as stream:
-        stream.seek(tensor.offset + form.bytes_of(first))
-        view, done = memoryview(raw), 0
-        while done < len(raw):
-            # The system reads at most 2 GiB per call.
-            read = stream.readinto(view[done:])
-            if not read:
-                rule, remedy = "stay unchanged while it is loaded", "start again"
-                raise fail(str(tensor.file), rule, f"{len(raw) - done} bytes fewer", remedy)
-            done += read
-    return raw
 
 
 def _log_of_minus(values: torch.Tensor, tensor: Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from compiled_mtp.ops import int4
 
 _SCALES = (torch.float16, torch.bfloat16)
 # Codes that are unpacked at a time; each takes a few integers.
-_CODES_AT_ONCE = 1 << 24
+_CODES_AT_ONCE = 1 << 25
 
 
 def has_codes(weights: Mapping[str, StoredWeight]) -> bool:

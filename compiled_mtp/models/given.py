@@ -39,10 +39,9 @@ class TensorStream:
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
-    def read(self, file: Path, name: str, region: Region) -> torch.Tensor:
-        """Return a region of the tensor `name`: one range per dimension."""
-        tensor = self._find(name)
-        return tensor[region] if region else tensor
+    def read(self, header: Header, region: Region, device: torch.device | None) -> torch.Tensor:
+        """Return a region of a tensor: one range per dimension."""
+        return self._find(header.name)[region]
 
     def release(self, name: str) -> None:
         """Forget a tensor that is copied."""
@@ -83,6 +82,6 @@ def given_weights(
         known = sorted(str(one).removeprefix("torch.") for one in _DTYPES)
         check(dtype in _DTYPES, f"manifest[{quote(name)}]", f"have a dtype of {known}", dtype, "convert it")
         size = math.prod(shape) * dtype.itemsize
-        header = Header(_SOURCE, name, _DTYPES[dtype], tuple(shape), size, stream)
+        header = Header(_SOURCE, name, _DTYPES[dtype], tuple(shape), size, files=stream)
         found[without_prefix(name)] = header
     return found, stream

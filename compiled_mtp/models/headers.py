@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from compiled_mtp.errors import fail, shown
-from compiled_mtp.models.stored_weight import StoredWeight
+from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.files.reader import FileReader, runs_of
+from compiled_mtp.models.stored_weight import Region, StoredWeight
 
 # The longest first: the second is a prefix of the first.
 _TRUNK_PREFIXES = ("model.language_model.", "model.")
@@ -22,42 +23,76 @@ _VISUAL_PREFIX = "model.visual."
 _AGAIN = "download it again"
 
 
+# The dtypes of stored tensors by their names in a file.
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
 class Reader(Protocol):
-    """What reads a region of a named tensor: `OpenFiles`, or the stream of given weights."""
+    """What reads a region of a tensor: a checkpoint's files, a stream of given weights, or `ReadTensors`."""
 
-    def read(self, file: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor: ...
+    def read(self, header: Header, region: Region, device: torch.device | None) -> torch.Tensor: ...
 
 
-class OpenFiles:
-    """Files that are opened at their first read and stay mapped."""
+class TensorFiles:
+    """The files of a checkpoint."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, Any] = {}
+        self._files = FileReader()
 
-    def read(self, file: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """Read a region of the tensor `name`: one range per dimension."""
-        if file not in self._files:
-            self._files[file] = safe_open(file, framework="pt", device="cpu")
-        tensors = self._files[file]
-        part: torch.Tensor = tensors.get_slice(name)[region] if region else tensors.get_tensor(name)
-        return part
+    def read(self, header: Header, region: Region, device: torch.device | None) -> torch.Tensor:
+        """Read a region of a tensor. Raises ValueError for a dtype that torch does not have."""
+        known = header.dtype in DTYPES
+        check(known, header.name, f"have a dtype of {', '.join(DTYPES)}", header.dtype, _AGAIN)
+        dtype = DTYPES[header.dtype]
+        runs = runs_of(header.offset, header.shape, region, dtype.itemsize)
+        sizes = [part.stop - part.start for part in region]
+        return self._files.read(header.file, runs, device).view(dtype).view(sizes)
+
+
+@dataclass(frozen=True)
+class ReadTensors:
+    """Tensors that are read already, by name."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def read(self, header: Header, region: Region, device: torch.device | None) -> torch.Tensor:
+        """Return a region of a tensor: a view of it, if it is on `device`."""
+        return self.tensors[header.name][region].to(device)
 
 
 @dataclass(frozen=True)
 class Header:
-    """A tensor as the header of its file describes it; `name` is the full name, with the prefix."""
+    """A tensor as the header of its file describes it; `name` is the full name, with the prefix, and `offset`
+    that of its first byte in `file`."""
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    files: Reader = field(default_factory=OpenFiles, compare=False, repr=False)
+    offset: int = 0
+    files: Reader = field(default_factory=TensorFiles, compare=False, repr=False)
 
-    def read(self, region: tuple[slice, ...], device: torch.device | None = None) -> torch.Tensor:
-        """The values in `region`, a range per dimension, in the stored dtype; on the CPU, whatever `device`
-        is."""
-        return self.files.read(self.file, self.name, region)
+    def read(self, region: Region, device: torch.device | None = None) -> torch.Tensor:
+        """The values in `region`, a range per dimension, in the stored dtype, on `device` or on the CPU."""
+        return self.files.read(self, region, device)
+
+    def read_whole(self, device: torch.device | None = None) -> torch.Tensor:
+        """All values, as `read` returns them."""
+        return self.read(tuple(slice(0, size) for size in self.shape), device)
 
 
 def read_headers(root: Path) -> dict[str, Header]:
@@ -114,7 +149,7 @@ def _is_mtp(name: str) -> bool:
 
 
 def _read_files(root: Path) -> list[Header]:
-    opened = OpenFiles()
+    opened = TensorFiles()
     files = sorted(root.glob("*.safetensors"))
     index = root / "model.safetensors.index.json"
     if index.is_file():
@@ -158,17 +193,18 @@ def _read_index(index: Path) -> list[str]:
     return list(weight_map.values())
 
 
-def read_file(file: Path, opened: OpenFiles | None = None) -> list[Header]:
+def read_file(file: Path, opened: TensorFiles | None = None) -> list[Header]:
     """The tensors of one file, in its order. Source: the safetensors format (a length in 8 bytes, then JSON).
 
     Raises ValueError for a file that is no valid safetensors file.
     """
-    opened = OpenFiles() if opened is None else opened
+    opened = TensorFiles() if opened is None else opened
     try:
         # Opening maps the file and checks its header against its length, so that a truncated download is
         # found before the parameters are allocated.
         with safe_open(file, framework="pt", device="cpu"), file.open("rb") as stream:
-            entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            length = int.from_bytes(stream.read(8), "little")
+            entries = json.loads(stream.read(length))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"model must hold safetensors files, got {file} ({shown(error)}); download it again"
@@ -178,7 +214,9 @@ def read_file(file: Path, opened: OpenFiles | None = None) -> list[Header]:
         raise fail("free memory", "allow the weights to be mapped", f"{file} ({error})", remedy) from None
     entries.pop("__metadata__", None)
     ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
-    return [
-        Header(file, name, e["dtype"], tuple(e["shape"]), e["data_offsets"][1] - e["data_offsets"][0], opened)
-        for name, e in ordered
-    ]
+    found = []
+    for name, entry in ordered:
+        begin, end = entry["data_offsets"]
+        offset = 8 + length + begin
+        found.append(Header(file, name, entry["dtype"], tuple(entry["shape"]), end - begin, offset, opened))
+    return found

@@ -157,8 +157,7 @@ def read_adapter(path: Path) -> Adapter:
     }
     check(bool(both), "lora", "change a weight", f"none in {file}", remedy)
     for header in (header for pair in both.values() for header in pair):
-        values = header.read(tuple(slice(0, size) for size in header.shape))
-        is_finite = not find_not_finite({header.name: values})
+        is_finite = not find_not_finite({header.name: header.read_whole()})
         check(is_finite, "lora", "be finite", f"NaN or infinity in {header.name}", "train it again")
     return replace(adapter, pairs=pairs)
 

@@ -154,7 +154,7 @@ class MergedWeight:
 
     def read(self, region: Region, device: torch.device | None = None) -> torch.Tensor:
         """The float32 values in `region`, on `device` or on the CPU."""
-        values = self.base.read(region).to(device, torch.float64)
+        values = self.base.read(region, device).to(device, torch.float64)
         self.change.add_to(values, region)
         return values.float()
 
@@ -166,4 +166,4 @@ def _to(part: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=1)
 def _read_whole(header: Header) -> torch.Tensor:
     """A whole matrix. All experts of a layer read the same one after another, each some of its columns."""
-    return header.read(tuple(slice(0, size) for size in header.shape))
+    return header.read_whole()

@@ -6,7 +6,7 @@ block of 16 rows; where their kinds differ, it has several parts, and a product 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from compiled_mtp.models.weight_format import CodedRows, Formats, WeightFormat, 
 from compiled_mtp.ops import blocks
 
 # Codes that are packed at a time; each takes a few integers.
-_CODES_AT_ONCE = 1 << 24
+_CODES_AT_ONCE = 1 << 25
 # What holds the codes of both kinds exactly: a code of four bits is one of five.
 _WIDENED = {("Q4_K", "Q5_K"): "Q5_K", ("Q5_K", "Q4_K"): "Q5_K"}
 
@@ -102,10 +102,11 @@ def _formats_of(layout: Layout, kind_of: Callable[[str], str | None], device: to
 
 def fill_scaled_codes(
     weight: StoredWeight, piece: WeightShard, form: WeightFormat, words: torch.Tensor, scales: torch.Tensor
-) -> None:
+) -> Iterator[torch.Tensor]:
     """Write the shard `piece` of a stored weight into a parameter of scaled codes, some rows at a time.
 
-    Mutates words and scales. Raises ValueError for scales that are not finite.
+    Mutates words and scales. Yields for `check_scales`, on their device, whether the scales of each step are
+    finite, and whether a product can read them.
     """
     assert isinstance(weight, (StoredTensor, NVFP4, MXFP4))
     rows, columns = piece.region(weight.shape)
@@ -116,21 +117,33 @@ def fill_scaled_codes(
     for begin in range(rows.start, rows.stop, step):
         some = slice(begin, min(begin + step, rows.stop))
         codes, fields, factor = weight.units(some, columns, words.device)
-        _check_scales(weight, codes, fields, kind)
+        yield _test_scales(codes, fields, kind)
         start = piece.start - first + some.start - rows.start
         to = slice(start, start + some.stop - some.start)
         own_words[to] = blocks.pack(codes, kind)
         own_scales[:, to] = blocks.pack_scales(fields, kind, factor)
 
 
-def _check_scales(weight: StoredWeight, codes: torch.Tensor, fields: torch.Tensor, kind: blocks.Kind) -> None:
-    """Raise ValueError for scales that are NaN or infinite, or too small for a product."""
+def _test_scales(codes: torch.Tensor, fields: torch.Tensor, kind: blocks.Kind) -> torch.Tensor:
+    """Two flags [2]: whether all scales are finite, and whether none is too small for a product."""
     scales = [one for one in kind.scales(fields) if one is not None]
-    is_finite = all(bool(one.isfinite().all()) for one in scales)
-    remedy = f"check {weight.file.name}, or download it again"
-    check(is_finite, weight.name, "have finite scales", "NaN or infinity", remedy)
+    is_finite = torch.stack([one.isfinite().all() for one in scales]).all()
+    is_large = torch.ones_like(is_finite)
     if kind.name == "MXFP4":
         # 2^-127 would be taken for zero.
         is_zero = (codes & 7).unflatten(1, (-1, kind.group)).amax(-1) == 0
-        is_large = bool(((scales[0].flatten(1) > 0) | is_zero).all())
-        check(is_large, weight.name, "have scales above 2^-127", "a smaller one", remedy)
+        is_large = ((scales[0].flatten(1) > 0) | is_zero).all()
+    return torch.stack((is_finite, is_large))
+
+
+def check_scales(checks: Sequence[tuple[StoredWeight, torch.Tensor]]) -> None:
+    """Raise ValueError for the first of the weights whose flags, of `fill_scaled_codes`, are not all set.
+
+    A GPU's flags are read together, after the last weight: reading one waits for all that the GPU has to do.
+    """
+    if not checks:
+        return
+    rules = {"have finite scales": "NaN or infinity", "have scales above 2^-127": "a smaller one"}
+    for (weight, _), flags in zip(checks, torch.stack([flags for _, flags in checks]).tolist(), strict=True):
+        for ok, (rule, got) in zip(flags, rules.items(), strict=True):
+            check(ok, weight.name, rule, got, f"check {weight.file.name}, or download it again")

@@ -122,7 +122,7 @@ class WeightFormat:
 
         Despite its stored name, `scale_inv`, an FP8 scale is a factor; edge blocks may be partial.
         """
-        out = torch.empty(weight.shape, dtype=dtype)
+        out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         # One row of blocks at a time: a float32 copy of a whole weight may not fit into memory.
         for index, factors in enumerate(scale.split(1)):
             rows = slice(index * self.block, (index + 1) * self.block)

@@ -20,6 +20,7 @@ from compiled_mtp.models.catalogue import check_packed, describe_packed, is_pack
 from compiled_mtp.models.comparison import check_counts, check_parameters, checked_layout, first_few
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.finite import find_not_finite
+from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.four_bits import (
     codes_apart,
     fill_four_bits,
@@ -28,9 +29,10 @@ from compiled_mtp.models.four_bits import (
     made_up_formats,
 )
 from compiled_mtp.models.headers import Header
-from compiled_mtp.models.layout import Layout, Stored, kept_columns, with_scales
+from compiled_mtp.models.layout import Layout, Stored, WeightShard, kept_columns, with_scales
 from compiled_mtp.models.lora import read_adapter, read_merged
 from compiled_mtp.models.scaled_codes import (
+    check_scales,
     fill_scaled_codes,
     has_scaled_codes,
     made_up_coded_formats,
@@ -38,12 +40,21 @@ from compiled_mtp.models.scaled_codes import (
 )
 from compiled_mtp.models.shards import shard_layout
 from compiled_mtp.models.stored_weight import Region, StoredWeight
-from compiled_mtp.models.weight_format import FP8, NO_FORMATS, PLAIN, Formats, Recipe, formats_for
+from compiled_mtp.models.weight_format import (
+    FP8,
+    NO_FORMATS,
+    PLAIN,
+    Formats,
+    Recipe,
+    WeightFormat,
+    formats_for,
+)
 
 logger = logging.getLogger(__name__)
 
-# Values of a quantised weight that are multiplied out at a time; each takes a float32 and a few integers.
-_VALUES_AT_ONCE = 1 << 22
+# Values of a weight that are copied at a time, on a CPU and on a GPU. Those of a quantised weight take a
+# float32 and a few integers each.
+_VALUES_AT_ONCE, _GPU_VALUES_AT_ONCE = 1 << 22, 1 << 24
 
 
 def read_formats(
@@ -199,31 +210,51 @@ def load_weights(
     check_parameters(layout, parameters, path, formats)
     num_bytes = {name: _shard_bytes(stored, weights[name]) for name, stored in layout.items()}
     done = 0
+    checks: list[tuple[StoredWeight, torch.Tensor]] = []
     # In the order of the files, so that a disk reads forwards.
     for name in (n for n in weights if n in layout):
         weight, scale = weights[name], weights.get(name + FP8.scale_suffix)
+        device = parameters[layout[name].pieces[0].parameter].device
+        if device.type == "cuda" and isinstance(weight, PackedWeight) and num_bytes[name] == weight.num_bytes:
+            # Its tensors are read at once, and unpacked there.
+            weight = weight.held(device)
         for piece in layout[name].pieces:
-            parameter, region = parameters[piece.parameter], piece.region(weight.shape)
-            target, form = piece.view_of(parameter, weight.shape), formats.get(piece.parameter, PLAIN)
-            if form.group:
-                fill_four_bits(weight, piece, parameter, parameters[f"{piece.parameter}_scale"])
-            elif form.parts:
-                fill_scaled_codes(weight, piece, form, parameter, parameters[f"{piece.parameter}_scale"])
-            elif isinstance(weight, Header):
-                if scale is not None and not form.has_factors:
-                    part = _multiply_out(weight, scale, region, parameter.dtype)
-                else:
-                    part = weight.read(region)
-                target.copy_(part.reshape(target.shape))
-            else:
-                _fill(target, weight, region)
+            form = formats.get(piece.parameter, PLAIN)
+            checks += [(weight, flags) for flags in _copy(weight, scale, piece, form, parameters)]
         if copied is not None:
             copied(weight.name)
         done += num_bytes[name]
         if progress is not None:
             progress(done, sum(num_bytes.values()))
+    check_scales(checks)
     if is_checked and (wrong := find_not_finite(parameters)):
         raise _not_finite(wrong, layout, weights, parameters)
+
+
+def _copy(
+    weight: StoredWeight,
+    scale: StoredWeight | None,
+    piece: WeightShard,
+    form: WeightFormat,
+    parameters: Mapping[str, torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    """Copy a shard of a stored weight to its parameter; yield the flags of `fill_scaled_codes`.
+
+    scale: the stored factors of an FP8 weight, else None.
+    """
+    parameter, region = parameters[piece.parameter], piece.region(weight.shape)
+    target = piece.view_of(parameter, weight.shape)
+    if form.is_packed:
+        scales = parameters[f"{piece.parameter}_scale"]
+        if form.parts:
+            yield from fill_scaled_codes(weight, piece, form, parameter, scales)
+        else:
+            fill_four_bits(weight, piece, parameter, scales)
+    elif scale is not None and not form.has_factors and isinstance(weight, Header):
+        values = _multiply_out(weight, scale, region, parameter.dtype, parameter.device)
+        target.copy_(values.reshape(target.shape))
+    else:
+        _fill(target, weight, region)
 
 
 def multiplied_out(
@@ -243,10 +274,11 @@ def _multiplied_out(layout: Layout, formats: Formats) -> Iterator[str]:
 
 
 def _fill(target: torch.Tensor, weight: StoredWeight, region: Region) -> None:
-    """Write a region of a quantised or GGUF weight into `target`, some rows at a time: all of it in float32
-    may not fit into memory."""
+    """Write a region of a weight into `target`, some rows at a time: a copy of all of it may not fit into
+    memory."""
     rows, *rest = region
-    step = max(1, _VALUES_AT_ONCE // math.prod(part.stop - part.start for part in rest))
+    at_once = _GPU_VALUES_AT_ONCE if target.is_cuda else _VALUES_AT_ONCE
+    step = max(1, at_once // math.prod(part.stop - part.start for part in rest))
     for first in range(rows.start, rows.stop, step):
         some = slice(first, min(first + step, rows.stop))
         values = weight.read((some, *rest), target.device)
@@ -282,7 +314,7 @@ def _is_finite(weight: StoredWeight) -> bool:
 
 
 def _multiply_out(
-    weight: StoredWeight, scale: StoredWeight, region: Region, dtype: torch.dtype
+    weight: StoredWeight, scale: StoredWeight, region: Region, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """The values of a region of an FP8 matrix with a factor per block; reads whole blocks."""
     block = FP8.block
@@ -290,7 +322,7 @@ def _multiply_out(
     ends = zip(blocks, weight.shape, strict=True)
     whole = tuple(slice(part.start * block, min(part.stop * block, size)) for part, size in ends)
     within = tuple(slice(r.start - w.start, r.stop - w.start) for r, w in zip(region, whole, strict=True))
-    return FP8.dequantize(weight.read(whole), scale.read(blocks), dtype)[within]
+    return FP8.dequantize(weight.read(whole, device), scale.read(blocks, device), dtype)[within]
 
 
 def _shard_bytes(stored: Stored, weight: StoredWeight) -> int:

@@ -18,7 +18,7 @@ from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, check_key, load, read_key
-from compiled_mtp.graphs.buckets import Bucket, ladders
+from compiled_mtp.graphs.buckets import Bucket, ladder, ladders
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
@@ -107,7 +107,7 @@ def build(
             host_bytes=_host_bytes(spec),
             draft_head_bytes=draft_head_bytes,
             max_batch=max_batch,
-            most_rows=max(bucket.rows for bucket in buckets),
+            most_rows=max(bucket.rows for bucket in (*buckets.drawn, *buckets.given)),
         )
     models = [target] if draft is None else [target, draft]
     weight_bytes = [sum(parameter.nbytes for parameter in model.parameters()) for model in models]
@@ -117,13 +117,15 @@ def build(
     graph_mode = choose_graph_mode(spec, weight_bytes[0])
     saved = None
     if spec.cache is not None:
-        check_key(spec.cache, key | late_key(spec, buckets, memory, graph_mode))
+        check_key(spec.cache, key | late_key(spec, (*buckets.drawn, *buckets.given), memory, graph_mode))
         directory = spec.own_folder(load(spec.cache) / PROGRAMS_NAME)
         # A cache for CUDA-graph trees has no programs: the trees compile from the compiler's own caches.
         saved = directory if directory.is_dir() else None
     step = _make_step(spec, memory, target, draft)
     moves = _make_moves(spec, memory, step)
     programs, later = _make_programs(spec, step, buckets, encoder, graph_mode, saved, save_to, progress)
+    if encoder is not None:
+        encoder.warm_up()
     if not spec.has_shapes:
         for model in models:
             reach_directly(model)
@@ -133,7 +135,7 @@ def build(
 def _make_programs(
     spec: EngineSpec,
     step: Step,
-    buckets: Sequence[Bucket],
+    buckets: Buckets,
     encoder: Encoder | None,
     graph_mode: GraphMode | None,
     saved: Path | None,
@@ -145,8 +147,9 @@ def _make_programs(
     further = () if save_to is not None else spec.further_depths
     programs = Programs(
         step,
-        buckets,
+        buckets.drawn,
         spec.prefill_chunk,
+        given_buckets=buckets.given,
         is_compiled=spec.is_compiled,
         graph_mode=graph_mode,
         plain_depths=() if saved is not None else further,
@@ -309,11 +312,25 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     )
 
 
-def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
+class Buckets(NamedTuple):
+    """The decode shapes of rounds that draw tokens, and of rounds whose tokens are all given."""
+
+    drawn: tuple[Bucket, ...]
+    given: tuple[Bucket, ...]
+
+
+def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> Buckets:
     """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
     unit = _row_unit(spec, target, max_batch)
-    buckets = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
-    return buckets + ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
+    drawn = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
+    drawn += ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
+    return Buckets(drawn, _given_ladders(spec, unit, max_batch))
+
+
+def _given_ladders(spec: EngineSpec, unit: int, max_batch: int) -> tuple[Bucket, ...]:
+    """The buckets of rounds whose tokens are all given."""
+    each = [ladder(unit, shape, spec.given_requests(shape, max_batch)) for shape in spec.given_shapes]
+    return tuple(bucket for buckets in each for bucket in buckets)
 
 
 def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
@@ -326,6 +343,7 @@ def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     units = (1, 2, 4, 8)
     each = [ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes) for unit in units]
     each += [ladders(unit, spec.wide_shapes, WIDE_REQUESTS) for unit in units]
+    each += [_given_ladders(spec, unit, max_batch) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
     if target.head_codes is None:

@@ -261,6 +261,9 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         least_saved=spec.least_saved,
         max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
         wide_requests=spec.wide_requests,
+        given=tuple(
+            (shape.verify, spec.given_requests(shape, memory.max_batch)) for shape in spec.given_shapes
+        ),
         has_lookup=spec.has_lookup,
         tower=spec.tower,
     )

@@ -75,7 +75,8 @@ class Runner:
     def cache_key(self) -> dict[str, Any]:
         """The key of a graph_cache with these programs."""
         programs = self.programs
-        late = late_key(self.spec, programs.buckets, self.memory, programs.graph_mode)
+        buckets = (*programs.drawn_buckets, *programs.given_buckets)
+        late = late_key(self.spec, buckets, self.memory, programs.graph_mode)
         return early_key(self.spec) | late
 
     def run(self, plan: StepPlan | None) -> StepResult | None:
@@ -152,7 +153,8 @@ class Runner:
         self._enter_device()
         replace_weights(self.spec, self.step, update, self._progress)
         rule = "keep their rows' bits at the batch sizes of the engine's programs"
-        is_kept = make_buckets(self.spec, self.step.target, self.memory.max_batch) == self.programs.buckets
+        buckets = make_buckets(self.spec, self.step.target, self.memory.max_batch)
+        is_kept = buckets == (self.programs.drawn_buckets, self.programs.given_buckets)
         check(is_kept, "weights", rule, "products that this CPU packs otherwise", "make another engine")
 
     def replace_from(self, path: Path) -> None:
@@ -230,7 +232,7 @@ class Runner:
             assert self.encoder is not None
             assert plan.encoded is not None
             self.encoder.encode(plan.slots[0], plan.encoded)
-            self.num_encoded += plan.encoded.end_layer == self.encoder.tower.config.depth
+            self.num_encoded += plan.encoded.is_last
             return None
         if plan.kind == "prefill":
             scored = programs.prefill(plan.slots, plan.prompt_chunks)

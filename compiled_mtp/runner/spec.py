@@ -25,10 +25,12 @@ from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
 from compiled_mtp.ops.registry import use_reference
+from compiled_mtp.ops.window import MAX_DRAFTS
 from compiled_mtp.rounds.drafters import CHAIN, LOOKUP, choose_drafters
 from compiled_mtp.scheduler.limits import TowerCost
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.step import Drafter, SlotSizes
+from compiled_mtp.vision.sizes import PART_PATCHES
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ _LEAST_TREE_BYTES = 1 << 30
 # The most slots whose rings have room for the drafts of a wide round (at 27B twice the bytes of 7 drafts),
 # and the most requests of a round that verifies as many: their rows fill one row tile.
 MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
+# The drafts of rounds of given tokens, and the rows from which such a round takes longer the more it has.
+_GIVEN_DRAFTS, _MOST_GIVEN_ROWS = (3, 7, MAX_DRAFTS), 256
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -73,11 +77,12 @@ class EngineSpec:
     model_shard: this rank's share of `model`. shapes: those of the rounds of any number of requests, the
     deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify more drafts than a
     chain has, which only drafts from the text can be; `for_batch` takes them from an engine of many slots.
-    drafters: asked in this order. num_valid_ids: ids that the tokenizer knows. cache: the graph_cache in use.
-    num_threads: None for torch's number. max_model_len: before memory bounds it. prefill_chunk: the most
-    tokens of a prompt in a launch; busy_chunk: the same while rounds wait. least_saved: the tokens that a
-    state snapshot near a prompt's end must save when the same prompt comes again. communicator: connects this
-    rank to the others, if any.
+    given_shapes: those of rounds whose tokens are all given, the narrowest first; without a chain, and none
+    without `scoring`. drafters: asked in this order. num_valid_ids: ids that the tokenizer knows. cache: the
+    graph_cache in use. num_threads: None for torch's number. max_model_len: before memory bounds it.
+    prefill_chunk: the most tokens of a prompt in a launch; busy_chunk: the same while rounds wait.
+    least_saved: the tokens that a state snapshot near a prompt's end must save when the same prompt comes
+    again. communicator: connects this rank to the others, if any.
 
     A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata makes its
     JSON value, and `setting` names the setting that it resolves, where the names differ.
@@ -93,6 +98,7 @@ class EngineSpec:
     weight_formats: Formats = field(metadata={"traced": _format_names})
     shapes: tuple[RoundShape, ...]
     wide_shapes: tuple[RoundShape, ...] = field(metadata=NOT_TRACED)
+    given_shapes: tuple[RoundShape, ...]
     drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names})
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
@@ -130,7 +136,7 @@ class EngineSpec:
     @property
     def max_drafts(self) -> int:
         """The most drafts that a round verifies."""
-        return max(shape.verify for shape in (*self.shapes, *self.wide_shapes))
+        return max(shape.verify for shape in (*self.shapes, *self.wide_shapes, *self.given_shapes))
 
     @property
     def wide_requests(self) -> int:
@@ -139,7 +145,16 @@ class EngineSpec:
 
     def most_rows(self, max_batch: int) -> int:
         """The most rows of a round of at most `max_batch` requests, without padding."""
-        return max(max_batch * (self.mtp_step + 1), self.wide_requests * (self.max_drafts + 1))
+        drawn = max(max_batch * (self.mtp_step + 1), self.wide_requests * (self.max_drafts + 1))
+        given = (self.given_requests(shape, max_batch) * (shape.verify + 1) for shape in self.given_shapes)
+        return max(drawn, *given, 0)
+
+    def given_requests(self, shape: RoundShape, max_batch: int) -> int:
+        """The most requests of a round of one of given_shapes: the narrowest takes all, wider ones as many as
+        fill _MOST_GIVEN_ROWS."""
+        if shape == self.given_shapes[0]:
+            return max_batch
+        return min(max_batch, _MOST_GIVEN_ROWS // (shape.verify + 1))
 
     @property
     def further_depths(self) -> tuple[int, ...]:
@@ -159,6 +174,7 @@ class EngineSpec:
         return TowerCost(
             depth=vision.depth,
             patches=vision.merge_size**2,
+            part_patches=PART_PATCHES,
             per_patch=4 * size**2 + 2 * size * vision.intermediate_size,
             # Scores and sums; attention runs at about half the speed of products.
             per_pair=2 * 2 * size,
@@ -245,6 +261,7 @@ def resolve(
         weight_formats=formats,
         shapes=CHAIN.shapes(config.depths),
         wide_shapes=LOOKUP.shapes(config.depths) if LOOKUP in drafters else (),
+        given_shapes=tuple(RoundShape(drafts, 0) for drafts in _GIVEN_DRAFTS) if config.scoring else (),
         drafters=drafters,
         drafts=_plan_drafts(config, model, num_valid_ids, formats, dtype=dtype, device=device),
         num_valid_ids=num_valid_ids,

@@ -26,27 +26,35 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class TowerCost:
-    """How many layers of the vision tower a launch may take: products of `most` weights and rows.
+    """How much of the vision tower a launch may take: products of `most` weights and rows.
 
-    depth: the tower's layers. patches: those of a token. per_patch, per_pair: products of a layer for each
-    patch, and for each pair of patches.
+    depth: the tower's layers. patches: those of a token; part_patches: the most that a part of a layer turns
+    to all others. per_patch, per_pair: products of a layer for each patch, and for each pair of patches.
     """
 
     depth: int
     patches: int
+    part_patches: int
     per_patch: int
     per_pair: int
     most: int
 
-    def slice_layers(self, num_tokens: int) -> int:
-        """Return the layers of a slice for an image of num_tokens tokens."""
+    def count_parts(self, num_tokens: int) -> int:
+        """Return the parts of all layers for an image of num_tokens tokens."""
+        return self.depth * self._layer_parts(num_tokens)
+
+    def slice_parts(self, num_tokens: int) -> int:
+        """Return the parts of a slice for an image of num_tokens tokens."""
         patches = num_tokens * self.patches
         layer = patches * (self.per_patch + patches * self.per_pair)
-        return min(max(self.most // layer, 1), self.depth)
+        return max(self.most * self._layer_parts(num_tokens) // layer, 1)
 
     def count_slices(self, num_tokens: int) -> int:
         """Return the slices of an image of num_tokens tokens."""
-        return -(-self.depth // self.slice_layers(num_tokens))
+        return -(-self.count_parts(num_tokens) // self.slice_parts(num_tokens))
+
+    def _layer_parts(self, num_tokens: int) -> int:
+        return -(-num_tokens * self.patches // self.part_patches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +68,10 @@ class Limits:
     least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
     again. max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no
     cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
-    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. tower: the
-    cost of images, None for none. Any thread may use it. Raises ValueError for a number that is too small,
-    and unless blocks divide prefix_step and prefix_step divides the chunks.
+    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. given: the
+    drafts that a round of given tokens may verify, ascending, each with the most requests of such a round.
+    tower: the cost of images, None for none. Any thread may use it. Raises ValueError for a number that is
+    too small, and unless blocks divide prefix_step and prefix_step divides the chunks.
     """
 
     max_batch: int
@@ -84,12 +93,13 @@ class Limits:
     max_prompt_chunks: int = 1
     wide_requests: int = 0
     has_lookup: bool = False
+    given: tuple[tuple[int, int], ...] = ()
     tower: TowerCost | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, low = getattr(self, field.name), _LEAST.get(field.name, 1)
-            if field.name != "tower" and value < low:
+            if field.name not in ("given", "tower") and value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
         if self.max_drafts < self.mtp_step:
             raise ValueError(

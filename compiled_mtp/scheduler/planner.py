@@ -434,14 +434,16 @@ class Planner:
     def _plan_round(self) -> StepPlan:
         self._rounds_ahead -= 1
         is_two_phase = self._wants.is_two_phase
-        # Given tokens are right drafts: a round of such requests alone verifies as many as it can.
-        is_given = self._wants.are_all_given
-        verify = depth = self.limits.mtp_step if is_given else 0
-        if not is_given:
+        if self._wants.are_all_given:
+            # Given tokens are right drafts. Nothing is drafted, so the drafts of the last launch stay.
+            num_drafts = verify = self._choose_given()
+            depth, catches_up = 0, False
+        else:
             depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
             verify = self.limits.max_drafts if self._is_wide() else depth
-        # Only statistics read num_drafts: a resumed request may have another number of drafts.
-        num_drafts, self._chain = min(verify, self._chain), depth
+            # Only statistics read num_drafts: a resumed request may have another number of drafts.
+            num_drafts, self._chain = min(verify, self._chain), depth
+            catches_up = self._catches_up(verify)
         plan = self._make_plan(
             "verify" if is_two_phase else "decode",
             self.decoding_slots,
@@ -449,7 +451,7 @@ class Planner:
             [upload for one in self._with_known for upload in one.known_drafts(verify)],
             shape=new_tuple(RoundShape, (verify, depth)),
             num_drafts=num_drafts,
-            catches_up=self._catches_up(verify),
+            catches_up=catches_up,
             wants_drafts=self._wants.has_drafts and not is_two_phase,
         )
         if is_two_phase:
@@ -562,6 +564,13 @@ class Planner:
         if self._widen is None or len(slots) > self.limits.wide_requests:
             return False
         return all(self.resources.owners[slot].has_text_drafts for slot in slots) and self._widen()
+
+    def _choose_given(self) -> int:
+        """Return how many given tokens the next round verifies: as few as end all its requests, or the most
+        that so many requests may."""
+        left = max(one.known.num_left for one in self._with_known if one.known is not None)
+        fitting = [drafts for drafts, most in self.limits.given if len(self.decoding_slots) <= most]
+        return next((drafts for drafts in fitting if drafts + 1 >= left), fitting[-1])
 
     def _choose_depth(self, num_requests: int, *, is_two_phase: bool) -> int:
         mtp_step = self.limits.mtp_step

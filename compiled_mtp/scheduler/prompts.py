@@ -105,13 +105,14 @@ class Prompts:
             if image.span.start >= end:
                 return None
             assert tower is not None, "an engine without images has accepted one"
-            first = scheduled.next_layer
-            last = min(first + tower.slice_layers(image.span.num_tokens), tower.depth)
-            if last == tower.depth:
-                scheduled.num_encoded, scheduled.next_layer = number + 1, 0
+            first, count = scheduled.next_part, tower.count_parts(image.span.num_tokens)
+            last = min(first + tower.slice_parts(image.span.num_tokens), count)
+            is_last = last == count
+            if is_last:
+                scheduled.num_encoded, scheduled.next_part = number + 1, 0
             else:
-                scheduled.next_layer = last
-            return EncodeSlice(number, image.span, first, last, b"" if first else image.pixels)
+                scheduled.next_part = last
+            return EncodeSlice(number, image.span, first, last, is_last, b"" if first else image.pixels)
         return None
 
     def plan(self, most: int, max_prompt_chunks: int, admit: Admitter) -> Launch:

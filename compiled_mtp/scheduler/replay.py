@@ -31,6 +31,11 @@ class KnownTokens:
         """Whether every known token is planned."""
         return self.num_planned >= len(self.token_ids)
 
+    @property
+    def num_left(self) -> int:
+        """How many known tokens are not planned yet."""
+        return len(self.token_ids) - self.num_planned
+
     def plan_first(self) -> None:
         """Count the first token, whose launch is planned."""
         self.num_planned = 1

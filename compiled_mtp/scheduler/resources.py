@@ -42,7 +42,7 @@ class ScheduledRequest:
     its two-phase round is planned, and the accept not. drafts: those of its next round, if its grammar or its
     caller needs them. has_text_drafts: the last launch that was read left it with looked-up drafts.
     num_deferred: its deferred draft inputs, one for each round without drafts. num_encoded: images of its
-    prompt whose features are planned or cached; next_layer: of the next image, the next layer of the vision
+    prompt whose features are planned or cached; next_part: of the next image, the next part of the vision
     tower. transfer: its move in progress. replay: the recomputation of its tokens. known: the tokens that its
     rounds verify as drafts, given ones or those of the replay.
     """
@@ -66,7 +66,7 @@ class ScheduledRequest:
     has_text_drafts: bool = False
     num_deferred: int = 0
     num_encoded: int = 0
-    next_layer: int = 0
+    next_part: int = 0
     transfer: Transfer | None = None
     replay: Replay | None = None
     known: KnownTokens | None = None
@@ -118,7 +118,7 @@ class ScheduledRequest:
 
     def forget_features(self) -> None:
         """Encode its images anew: the device has freed their features."""
-        self.num_encoded = self.next_layer = 0
+        self.num_encoded = self.next_part = 0
 
     @property
     def location(self) -> Location | None:

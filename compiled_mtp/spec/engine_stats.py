@@ -24,14 +24,16 @@ class Totals:
 
     def plus(self, output: RequestOutput) -> Totals:
         metrics = output.metrics
+        is_drafted = not metrics.history.is_given
+        is_seen = is_drafted and metrics.image_tokens > 0
         return Totals(
             self.finished + 1,
             self.prompt_tokens + metrics.prompt_tokens,
             self.cached_tokens + metrics.cached_tokens,
             self.output_tokens + metrics.output_tokens,
-            self.speculation.plus(metrics),
+            self.speculation.plus(metrics) if is_drafted else self.speculation,
             self.image_tokens + metrics.image_tokens,
-            self.image_speculation.plus(metrics) if metrics.image_tokens else self.image_speculation,
+            self.image_speculation.plus(metrics) if is_seen else self.image_speculation,
         )
 
 
@@ -47,7 +49,7 @@ class EngineStats:
     compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the batch's rounds by depth and
     then by reason: "best", "probe", "retry" or "only" (no other depth was ready). images: those that the
     vision tower has encoded. The other fields sum over finished requests, image_speculation over those with
-    images, which speculation counts too.
+    images, which speculation counts too. No speculation counts requests whose output was given.
     """
 
     running: int

@@ -98,7 +98,8 @@ class DepthPolicy:
         if plan.kind != "decode":
             if plan.kind == "verify":
                 self._open_verify = (plan.step_id + 1, begin_s, replayed)
-            if plan.kind != "accept":
+            # Given tokens show nothing of a depth.
+            if plan.kind != "accept" or plan.is_given:
                 return
             # With a prompt chunk between the two phases, the time is not the round's.
             is_next = opened is not None and opened[0] == plan.step_id

@@ -10,6 +10,7 @@ from typing import Any
 
 from compiled_mtp.config import is_in_environment
 from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.terminal.other_names import remedy_for
 
 
 def read_settings(file: Path, known: Mapping[str, str]) -> dict[str, Any]:
@@ -21,7 +22,9 @@ def read_settings(file: Path, known: Mapping[str, str]) -> dict[str, Any]:
     found = {}
     for key, value in _read(file).items():
         name = str(key).replace("-", "_")
-        rule, remedy = "name settings of this command only", f"known are {', '.join(sorted(known))}"
+        rule = "name settings of this command only"
+        flags = ["--" + one.replace("_", "-") for one in known]
+        remedy = remedy_for("--" + name.replace("_", "-"), flags) or f"known are {', '.join(sorted(known))}"
         check(name in known, "config", rule, f"{key!r} in {file}", remedy)
         check(name not in found, "config", "name a setting once", f"{key!r} again in {file}", "drop one")
         found[name] = value

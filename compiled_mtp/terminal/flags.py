@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any, NoReturn, get_args, get_origin
 
 import compiled_mtp
 from compiled_mtp.terminal.config_file import read_settings
+from compiled_mtp.terminal.other_names import remedy_for
 
 EXIT_USAGE = 2
+# No negative number.
+_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 # The flags of EngineConfig and SamplingParams that --help shows; --help-all shows all.
@@ -55,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does; note unknown flags for `error`."""
         words = list(sys.argv[1:] if args is None else args)
         flags = (w.partition("=")[0] for w in itertools.takewhile("--".__ne__, words) if " " not in w)
-        self._unknown = [f for f in flags if f.startswith("--") and f not in self._option_string_actions]
+        self._unknown = [f for f in flags if _FLAG.match(f) and f not in self._option_string_actions]
         return super().parse_known_args(words, namespace)
 
     def read(self, argv: Sequence[str] | None) -> dict[str, Any]:
@@ -101,9 +105,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with one line; unknown flags come before missing ones, which they may misspell."""
-        if "required" in message and self._unknown:
-            message = f"unrecognized arguments: {' '.join(self._unknown)}"
-        self.exit(EXIT_USAGE, f"error: {message}; --help lists the flags\n")
+        unknown = "unrecognized arguments: "
+        # argparse reads -hf as -h with an argument.
+        if self._unknown and ("required" in message or "ignored explicit argument" in message):
+            message = unknown + " ".join(self._unknown)
+        remedy = None
+        if message.startswith(unknown):
+            remedy = remedy_for(message.removeprefix(unknown).split()[0], self._option_string_actions)
+        self.exit(EXIT_USAGE, f"error: {message}; {remedy or '--help lists the flags'}\n")
 
 
 class _HelpAll(argparse.Action):

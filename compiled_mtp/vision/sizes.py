@@ -1,4 +1,4 @@
-"""The size to which an image is resized. No torch."""
+"""The size to which an image is resized, and the parts in which the tower takes it. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 
 from compiled_mtp.errors import fail
 from compiled_mtp.model_config import MOST_ASPECT, VisionConfig
+
+PART_PATCHES = 4096
+"""Patches that attend to all others in one part of a layer: a layer of an image of more has several parts."""
 
 
 def smart_resize(height: int, width: int, vision: VisionConfig) -> tuple[int, int]:
@@ -30,3 +33,8 @@ def smart_resize(height: int, width: int, vision: VisionConfig) -> tuple[int, in
         new_height = math.ceil(height * grow / cell) * cell
         new_width = math.ceil(width * grow / cell) * cell
     return new_height, new_width
+
+
+def parts_of_layer(num_patches: int) -> int:
+    """Return the parts of a layer of the tower for an image of num_patches patches."""
+    return -(-num_patches // PART_PATCHES)

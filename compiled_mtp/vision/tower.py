@@ -5,22 +5,47 @@ It runs eagerly, one image at a time, so that an image's features depend on that
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.vision.patches import patchify
+from compiled_mtp.vision.sizes import PART_PATCHES, parts_of_layer
 
 _EPS = 1e-6
 _THETA = 10000.0
 
 
+@dataclass(slots=True)
+class Passage:
+    """An image of N patches on its way through the tower, between two slices.
+
+    x [N, hidden_size]: the residual stream after the finished layers. cos, sin [N, 1, head_dim] float32: the
+    patches' angles. Inside a layer also q, k and v [1, heads, N, head_dim], and what the finished parts gave
+    each of their patches, [n, hidden_size].
+    """
+
+    x: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    qkv: tuple[torch.Tensor, ...] = ()
+    attended: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def layer_parts(self) -> int:
+        """The parts of each layer."""
+        return parts_of_layer(self.x.shape[0])
+
+
 class VisionTower(nn.Module):
     """The tower of Qwen3.5; parameters have the names of the checkpoint after "model.visual.".
 
-    `embed`, then `run` over all layers, in any number of slices, then `merge` turn the pixels of an image
-    into features [rows * columns, out_hidden_size], one for each of its tokens. Source: Qwen3_5VisionModel of
+    `embed`, then `run` over all parts of all layers, in any number of slices, then `merge` turn the pixels of
+    an image into features [rows * columns, out_hidden_size], one for each of its tokens. A part calls the
+    same kernels with the same shapes in every slice, so slices change no bit. Source: Qwen3_5VisionModel of
     transformers. `empty_tower` makes one without initial values.
     """
 
@@ -41,15 +66,15 @@ class VisionTower(nn.Module):
         )
         self.requires_grad_(False)
 
-    def embed(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The input [N, hidden_size] of the first layer for an image [height, width, 3] uint8: its patches,
-        and the position embeddings between the entries of the table that lie around them."""
+    def embed(self, pixels: torch.Tensor) -> Passage:
+        """Begin an image [height, width, 3] uint8: its patches, and the position embeddings between the
+        entries of the table that lie around them, are the first layer's input."""
         patches = patchify(pixels, self.config)
         x: torch.Tensor = self.patch_embed["proj"](patches.to(self.pos_embed.weight.dtype))
         grid = (pixels.shape[0] // self.config.patch_size, pixels.shape[1] // self.config.patch_size)
         side, table, position = self.config.side, self.pos_embed.weight.float(), x.new_zeros(x.shape).float()
-        ends = []
-        for place, count in zip(_places(grid, self.config.merge_size, x.device), grid, strict=True):
+        ends, places = [], _places(grid, self.config.merge_size, x.device)
+        for place, count in zip(places, grid, strict=True):
             # The table's corners lie on the image's corners.
             at = place.float() * ((side - 1) / max(count - 1, 1))
             low, share = at.floor().long(), at - at.floor()
@@ -57,23 +82,25 @@ class VisionTower(nn.Module):
         for row, row_share in ends[0]:
             for column, column_share in ends[1]:
                 position += (row_share * column_share)[:, None] * table[row * side + column]
-        return x + position.to(x.dtype)
-
-    def run(self, x: torch.Tensor, rows: int, columns: int, first: int, end: int) -> torch.Tensor:
-        """Layers `first` to `end` over x [N, hidden_size], the patches of rows x columns cells."""
-        merge = self.config.merge_size
-        places = _places((rows * merge, columns * merge), merge, x.device)
         half = self.config.hidden_size // self.config.num_heads // 2
         inverse = _THETA ** (-torch.arange(0, half, 2, device=x.device).float() / half)
         angles = torch.cat([place.float()[:, None] * inverse for place in places], 1)
         angles = torch.cat((angles, angles), 1)[:, None]
-        for block in self.blocks[first:end]:
-            x = block(x, angles.cos(), angles.sin())
-        return x
+        return Passage(x + position.to(x.dtype), angles.cos(), angles.sin())
 
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """Features [N / merge_size^2, out_hidden_size] of the last layer's output x [N, hidden_size]."""
-        cells = self.merger["norm"](x).view(-1, self.config.merge_size**2 * self.config.hidden_size)
+    def count_parts(self, num_tokens: int) -> int:
+        """Parts of all layers for an image of num_tokens tokens."""
+        return self.config.depth * parts_of_layer(num_tokens * self.config.merge_size**2)
+
+    def run(self, passage: Passage, first: int, end: int) -> None:
+        """Run parts `first` to `end` of an image; those of the first layer come first. Mutates `passage`."""
+        for number in range(first, end):
+            layer, part = divmod(number, passage.layer_parts)
+            self.blocks[layer](passage, part)
+
+    def merge(self, passage: Passage) -> torch.Tensor:
+        """Features [N / merge_size^2, out_hidden_size] of an image after the last layer."""
+        cells = self.merger["norm"](passage.x).view(-1, self.config.merge_size**2 * self.config.hidden_size)
         features: torch.Tensor = self.merger["linear_fc2"](F.gelu(self.merger["linear_fc1"](cells)))
         return features
 
@@ -88,11 +115,32 @@ class _Block(nn.Module):
         self.attn = nn.ModuleDict({"qkv": nn.Linear(size, 3 * size), "proj": nn.Linear(size, size)})
         self.mlp = nn.ModuleDict({"linear_fc1": nn.Linear(size, inner), "linear_fc2": nn.Linear(inner, size)})
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, passage: Passage, part: int) -> None:
+        """Run a part, in which PART_PATCHES patches attend to all.
+
+        The first also projects, and the last ends the layer.
+        """
+        if part == 0:
+            passage.qkv = self._project(passage)
+        q, k, v = passage.qkv
+        own = q[:, :, part * PART_PATCHES : (part + 1) * PART_PATCHES]
+        y = F.scaled_dot_product_attention(own, k, v)[0].transpose(0, 1)
+        passage.attended.append(y.reshape(y.shape[0], -1))
+        if part == passage.layer_parts - 1:
+            del q, k, v, own, y
+            passage.x = self._finish(passage)
+
+    def _project(self, passage: Passage) -> tuple[torch.Tensor, ...]:
+        x = passage.x
         q, k, v = self.attn["qkv"](self.norm1(x)).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
-        q, k, v = (t.transpose(0, 1)[None] for t in (_turn(q, cos, sin), _turn(k, cos, sin), v))
-        y = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).reshape(x.shape)
-        x = x + self.attn["proj"](y)
+        turned = (_turn(t, passage.cos, passage.sin) for t in (q, k))
+        return tuple(t.transpose(0, 1)[None] for t in (*turned, v))
+
+    def _finish(self, passage: Passage) -> torch.Tensor:
+        passage.qkv, parts = (), passage.attended
+        passage.attended = []
+        x = passage.x + self.attn["proj"](parts[0] if len(parts) == 1 else torch.cat(parts))
+        del parts
         inner = F.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh")
         out: torch.Tensor = x + self.mlp["linear_fc2"](inner)
         return out
@@ -142,10 +190,11 @@ def weight_bytes(config: VisionConfig, dtype: torch.dtype) -> int:
 def tower_bytes(config: VisionConfig, itemsize: int) -> int:
     """The most bytes that one image takes while the tower runs, features included.
 
-    The residual stream, its norm, q|k|v or the inner activations, twice in float32 what is turned, and the
-    copy of the patches, for the largest image.
+    The residual stream, its norm, q|k|v or the inner activations, twice in float32 what is turned, the
+    angles, and the copy of the patches, for the largest image.
     """
     patches = config.most_tokens * config.merge_size**2
+    angles = 2 * config.hidden_size // config.num_heads
     widths = 2 * config.hidden_size + max(3 * config.hidden_size, 2 * config.intermediate_size)
     in_float32 = max(4 * config.hidden_size, 2 * config.patch_values)
-    return patches * (widths * itemsize + in_float32 * 4)
+    return patches * (widths * itemsize + (in_float32 + angles) * 4)

@@ -54,8 +54,7 @@ def load_tower(
     tower = empty_tower(config, dtype, device)
     parameters = dict(tower.named_parameters())
     for name, header in headers.items():
-        whole = tuple(slice(0, size) for size in header.shape)
-        parameters[name].copy_(header.read(whole).reshape(parameters[name].shape))
+        parameters[name].copy_(header.read_whole(device).reshape(parameters[name].shape))
     wrong = find_not_finite(parameters) if is_checked else []
     remedy = "check the checkpoint's files"
     check(not wrong, "model.visual.*", "be finite", f"NaN or infinity in {first_few(wrong)}", remedy)

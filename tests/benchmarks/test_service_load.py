@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from compiled_mtp.benchmarks import service_load as tool
+from compiled_mtp.benchmarks.serving_rows import MeanLengths, percentile
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
@@ -31,9 +32,37 @@ def output_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, Any
 
 
 def test_percentiles() -> None:
-    assert tool.percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert tool.percentile([0.0, 10.0], 90) == 9.0
-    assert tool.percentile([], 99) == 0.0
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([0.0, 10.0], 90) == 9.0
+    assert percentile([], 99) == 0.0
+
+
+def test_drawn_lengths_have_their_means_and_bounds() -> None:
+    lengths = MeanLengths(200, 20)
+    drawn = lengths.draw(4000, seed=1)
+    assert drawn[:100] == lengths.draw(100, seed=1) != lengths.draw(100, seed=2)
+    for index, mean in enumerate(lengths):
+        one = [each[index] for each in drawn]
+        assert sum(one) / len(one) == pytest.approx(mean, rel=0.05)
+        assert 1 <= min(one) < mean / 3
+        assert 3 * mean < max(one) <= 8 * mean
+    assert max(sum(each) for each in drawn) <= lengths.longest
+
+
+def test_a_load_of_drawn_lengths_is_a_row_beside_saved_ones(
+    server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ["--url", server.url, "--num-requests", "5", "--concurrency", "2", "--lengths", "9:4"]
+    names = {"engine": "ours", "device": "cpu", "shape": "script", "weights": "none"}
+    row = ",".join(f"{name}={value}" for name, value in names.items())
+    code, found = output_of(capsys, *flags, "--row", row)
+    assert (code, found["failed"], found["beside"]) == (0, 0, {})
+    assert {name: found[name] for name in names} == names
+    assert (found["streams"], found["mean_prompt"], found["mean_output"]) == (2, 9, 4)
+    saved = tmp_path / "rows"
+    saved.write_text(json.dumps(found | {"engine": "another", "tokens_per_s": 7.0}))
+    code, found = output_of(capsys, *flags, "--row", row, "--beside", str(saved))
+    assert (code, found["beside"]) == (0, {"another": [7.0]})
 
 
 @pytest.mark.parametrize("load", [("--concurrency", "3"), ("--rate", "200")])
@@ -83,6 +112,12 @@ def test_exact_match(server: Running, capsys: pytest.CaptureFixture[str], tmp_pa
         (("--rate", "-1"), "rate must be a number above 0, got -1.0"),
         (("--num-requests", "0"), "argument --num-requests: must be an integer from 1 on, got '0'"),
         (("--against", "http://x"), "against must come with exact_match"),
+        (
+            ("--lengths", "2"),
+            "argument --lengths: must be two integers from 1 on, PROMPT:OUTPUT, got '2'",
+        ),
+        (("--row", "engine"), "argument --row: must be NAME=VALUE, separated by commas, got 'engine'"),
+        (("--beside", "x"), "beside must come with lengths and a row of ['device', 'engine', "),
     ],
 )
 def test_flags_of_a_run_that_would_not_end_or_measure(

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from compiled_mtp.benchmarks import step_time as tool
+from compiled_mtp.benchmarks.gpu_rates import Rates
+from compiled_mtp.benchmarks.released_shapes import model_config
+from compiled_mtp.benchmarks.saved_rows import Row, read_rows, rows_beside
+from compiled_mtp.benchmarks.step_floor import floor_bytes, product_flops, roof_ms
+from compiled_mtp.cache.kv_cache import KVCache
+from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
+from compiled_mtp.models.family import FAMILIES
+from compiled_mtp.models.weight_format import W8A8
+from compiled_mtp.models.weights import read_formats
 from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine
 
@@ -49,7 +58,7 @@ def test_all_is_timed_before_a_profiler_is_attached(monkeypatch: pytest.MonkeyPa
         done.append(f"start {batch}")
         return SimpleNamespace(batch=batch)
 
-    def measure(loop: Any, batch: int, context: int, bandwidth: float) -> dict[str, Any]:
+    def measure(loop: Any, batch: int, context: int, rates: Rates) -> dict[str, Any]:
         done.append(f"time {batch}")
         return {"batch": batch}
 
@@ -60,7 +69,7 @@ def test_all_is_timed_before_a_profiler_is_attached(monkeypatch: pytest.MonkeyPa
     for function in (start_loop, measure, trace_kernels):
         monkeypatch.setattr(tool, function.__name__, function)
     monkeypatch.setattr(tool, "end_loop", lambda loop: done.append(f"end {loop.batch}"))
-    rows = list(tool.measure_all(None, [1, 8], 512, 1.0))
+    rows = list(tool.measure_all(None, [1, 8], 512, Rates(1.0, 1.0, 1.0)))
     assert [(row["batch"], kernels) for row, kernels in rows] == [
         (1, [("product", 1.0)]),
         (8, [("product", 8.0)]),
@@ -112,6 +121,46 @@ def test_the_floor_counts_what_drafts_read(tmp_path: Path, monkeypatch: pytest.M
     # 127 ids and the eos id, at every size.
     assert tool.floor_bytes(cut, 20, 64)["draft_heads"] == 3 * (128 * 128 + 4)
     assert tool.floor_bytes(cut, 20, 64, has_own_drafts=False)["draft_heads"] == 3 * 128 * 128 * 2
+
+
+def shape_runner(name: str, is_fp8: bool) -> Any:
+    """A stand-in for a runner of a released shape at mtp_step 3, whose tensors have no memory."""
+    model, device, dtype = model_config(name, is_fp8), torch.device("meta"), torch.bfloat16
+    able = read_formats(model, None, torch.device("cpu"), "w8a8" if is_fp8 else None, dtype)
+    # As on a GPU.
+    formats = dict.fromkeys(able, W8A8)
+    family = FAMILIES[model.family]
+    step = SimpleNamespace(
+        mtp_step=3,
+        target=family.target(model, dtype, device, formats),
+        draft=family.draft(model, dtype, device, formats),
+        kv_cache=KVCache(model, 2, 64, dtype, device, with_draft=True),
+        state_cache=StateCache(model, 2, 3, dtype, device),
+        draft_head=None,
+        draft_head_scale=None,
+        has_own_head=lambda batch: False,
+    )
+    spec = SimpleNamespace(model=model, dtype=dtype, drafts=DraftPlan(), weight_formats=formats)
+    return SimpleNamespace(spec=spec, step=step)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fp8", "wanted"),
+    [
+        ("27b", False, (15.6, 22.3, 44.7, 89.4)),
+        ("27b", True, (10.3, 14.9, 29.7, 59.5)),
+        ("4b", False, (3.6, 4.9, 9.7, 19.4)),
+        ("35b-a3b", False, (16.9, 18.3, 20.3, 24.1)),
+    ],
+)
+def test_the_roof_of_released_shapes(name: str, is_fp8: bool, wanted: tuple[float, ...]) -> None:
+    """At 32, 64, 128 and 256 requests on an H200: bytes of weights decide first, then tensor cores."""
+    runner, rates = shape_runner(name, is_fp8), Rates(4.6e12, 790e12, 1500e12)
+    roofs = [
+        roof_ms(floor_bytes(runner, batch, 512), product_flops(runner, batch), rates)
+        for batch in (32, 64, 128, 256)
+    ]
+    assert roofs == pytest.approx(wanted, rel=0.03)
 
 
 class Profile:
@@ -172,6 +221,10 @@ ROW = {
 }
 
 
+def read(path: Path) -> list[Row]:
+    return read_rows(path, tool.SAVED_FIELDS, {"ranks": 1})
+
+
 def write(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("27b: read bandwidth 4.6 TB/s\n" + "".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -188,7 +241,7 @@ def test_saved_rows_of_the_same_case_are_shown_beside_ours(
     ours = (
         ROW | times | {"ranks": 1, "step_ms": 17.6, "graph_mode": "replay", "kernels": 9, "tokens_per_s": 1}
     )
-    traced.print_row(ours, traced.read_rows(path))
+    traced.print_row(ours, read(path))
     _, text, line = capsys.readouterr().out.splitlines()
     assert text.endswith(
         "vLLM 0.26.0 20.000 to 22.000 ms (1.14 to 1.25 of ours), compiled-mtp 16.000 ms (0.91 of ours)"
@@ -196,12 +249,12 @@ def test_saved_rows_of_the_same_case_are_shown_beside_ours(
     assert json.loads(line)["beside"] == {"vLLM 0.26.0": [20.0, 22.0], "compiled-mtp": [16.0]}
     # The printed output is such a file.
     (tmp_path / "printed").write_text(text + "\n" + line)
-    assert traced.read_rows(tmp_path / "printed")[0]["step_ms"] == 17.6
-    assert traced.rows_beside([], ours) == {}
+    assert read(tmp_path / "printed")[0]["step_ms"] == 17.6
+    assert rows_beside([], ours, tool.CASE_FIELDS, "step_ms") == {}
 
 
-def test_a_file_without_rows_or_fields_is_refused(traced: Any, tmp_path: Path) -> None:
+def test_a_file_without_rows_or_fields_is_refused(tmp_path: Path) -> None:
     torn = {name: value for name, value in ROW.items() if name != "device"}
     for rows, got in (([], "no row"), ([ROW, torn], "none of \\['device'\\]")):
         with pytest.raises(ValueError, match=f"beside must hold rows with .*, got {got}"):
-            traced.read_rows(write(tmp_path / "rows", *rows))
+            read(write(tmp_path / "rows", *rows))

@@ -64,6 +64,12 @@ def test_the_environment_wins_over_the_file(
         ("a.toml", "port = 1", "config must name settings of this command only, got 'port' in "),
         (
             "a.toml",
+            "max_num_seqs = 1",
+            "config must name settings of this command only, got 'max_num_seqs' in {file}; --max-num-seqs is "
+            "--max-batch here",
+        ),
+        (
+            "a.toml",
             "max-batch = 1\nmax_batch = 1",
             "config must name a setting once, got 'max_batch' again in",
         ),
@@ -83,7 +89,7 @@ def test_mistakes_in_a_file_are_one_line(
         (tmp_path / name).write_text(text)
     assert main(["run", "--prompt", "x", "--config", str(tmp_path / name)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {says}")
+    assert line.startswith(f"error: {says}".replace("{file}", str(tmp_path / name)))
 
 
 def test_yaml_needs_its_package(

@@ -19,7 +19,17 @@ from tests.cli.fakes import FakeEngine, made, run_main
     "flags, message",
     [
         ([], "error: one of the arguments --prompt --prompt-file is required; --help lists"),
-        (["--mtpstep", "3"], "error: unrecognized arguments: --mtpstep 3; --help lists the flags"),
+        (["--mtpstep", "3"], "error: unrecognized arguments: --mtpstep 3; use --mtp-step for --mtpstep"),
+        (["--swiftness", "3"], "error: unrecognized arguments: --swiftness 3; --help lists the flags"),
+        (
+            ["--max-num-seqs", "4"],
+            "error: unrecognized arguments: --max-num-seqs 4; --max-num-seqs is --max-batch",
+        ),
+        (["-hf", "a/b"], "error: unrecognized arguments: -hf; -hf is --model here"),
+        (
+            ["--top-k=-1", "Qwen/Qwen3.5-4B"],
+            "error: unrecognized arguments: Qwen/Qwen3.5-4B; pass the model as",
+        ),
         (["--temperature", "hot"], "error: temperature must be a valid number"),
         (["--top-p", "2"], "error: top_p must be above 0 and at most 1, got 2.0"),
         (["--n", "17"], "error: n must be an integer from 1 to 16, got 17; send more requests"),
@@ -68,11 +78,11 @@ def test_a_bad_flag_is_named_in_one_line(
 @pytest.mark.parametrize(
     ("command", "argv", "message"),
     [
-        (run, ["--promt", "x"], "error: unrecognized arguments: --promt; --help"),
+        (run, ["--promt", "x"], "error: unrecognized arguments: --promt; use --prompt for --promt"),
         (
             run,
             ["--promt=x", "--temprature", "2"],
-            "error: unrecognized arguments: --promt --temprature; --help",
+            "error: unrecognized arguments: --promt --temprature; use --prompt for --promt",
         ),
         (quantize, ["--modle", "x"], "error: unrecognized arguments: --modle; --help"),
         (run, ["--max-tokens", "3"], "error: one of the arguments --prompt --prompt-file is required"),

@@ -108,7 +108,19 @@ def test_the_image_installs_extras_that_exist_from_files_that_exist() -> None:
         if name == "COPY" and "--from" not in arguments:
             assert all((ROOT / source).exists() for source in arguments.split()[:-1])
     # The two kinds of image are those of the build argument's branches.
-    assert commands.count('if [ "$DEVICE" = cuda ]') == 2
+    assert re.findall(r"(\w+)\) ", commands.partition("case ")[2].partition("esac")[0]) == ["cpu", "cuda"]
+    assert 'if [ "$DEVICE" = cuda ]' in commands
+
+
+def test_the_page_names_every_build_argument_with_its_default() -> None:
+    given = {a.partition("=")[0]: a.partition("=")[2] for n, a in instructions() if n == "ARG"}
+    table = dict(
+        re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE.partition("| build argument |")[2], re.MULTILINE)
+    )
+    assert given.keys() <= table.keys()
+    assert {name: table[name].strip("`") for name in ("DEVICE", "BASE")} == {
+        name: given[name] for name in ("DEVICE", "BASE")
+    }
 
 
 @pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.gpu.yaml"]])

@@ -12,6 +12,7 @@ from compiled_mtp.cli import chat, run
 from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.models.weights import count_weights, read_formats
 from compiled_mtp.server.serve import make_parser
+from compiled_mtp.terminal.other_names import OTHER_NAMES, remedy_for
 from tests.docs.error_texts import ROOT
 
 MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -69,3 +70,24 @@ def test_the_flags_of_other_engines_lead_to_flags_that_exist() -> None:
     }
     assert len(named) > 25
     assert sorted(named - known) == []
+
+
+def test_the_commands_know_the_flags_of_other_engines_too() -> None:
+    known = {flag for parser in (make_parser(), run.make_parser()) for flag in parser._option_string_actions}
+    documented = {}
+    for cells in rows_of(MIGRATING):
+        for code in re.findall(r"`(-[^`]*)`", cells[0]):
+            documented[code.split()[0]] = cells[1]
+    assert OTHER_NAMES.keys() <= documented.keys()
+    for flag, cell in documented.items():
+        if flag in known:
+            assert flag not in OTHER_NAMES
+            continue
+        remedy = remedy_for(flag, known)
+        assert remedy is not None, flag
+        other = OTHER_NAMES[flag]
+        if other.startswith("-"):
+            assert f"`{other}" in cell, flag
+            assert other.split()[0] in known, flag
+        else:
+            assert re.search("leave it out|requests|" + other.split()[0], remedy), flag

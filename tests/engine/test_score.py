@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
+from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.engine.test_request_features import GRAMMARS, MIXES, prompt_of, write_small_checkpoint
@@ -150,7 +151,7 @@ def test_a_forced_text_has_the_scores_of_its_grammar(checkpoint: Path) -> None:
 def test_preempted_requests_keep_their_scores(checkpoint: Path, offload_gb: float, how: str) -> None:
     prompts, continuations = foreign(6)
     prompts = [(prompt * 30)[:30] for prompt in prompts]
-    continuations = [(continuation * 100)[:100] for continuation in continuations]
+    continuations = [(continuation * 250)[:250] for continuation in continuations]
     expected = entries(engine_of(checkpoint, 3, 8, 0).score(prompts, continuations))
     engine = make_engine(checkpoint, num_blocks=26, offload_gb=offload_gb, scoring=True)
     assert entries(engine.score(prompts, continuations)) == expected
@@ -174,11 +175,58 @@ def test_scored_requests_do_not_disturb_others(checkpoint: Path) -> None:
     assert engine.generate([[7, 8, 9]] * 8, params)[7].new_token_ids == alone.new_token_ids
 
 
-def test_rounds_of_given_tokens_verify_as_many_as_they_can(checkpoint: Path) -> None:
-    engine = engine_of(checkpoint, 7, 1, 0)
-    (scored,) = engine.score([[5, 6, 7]], [list(range(20, 45))])
-    # The first of 25 tokens comes from prefill; 24 follow in rounds of eight.
-    assert scored.metrics.rounds == 3
+def shapes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Return the list that gets each round of the engine: its requests, verified drafts and chain."""
+    found, run = [], engine.runner.run
+
+    def recorded(plan: StepPlan | None) -> StepResult | None:
+        if plan is not None and plan.kind == "verify":
+            found.append((len(plan.slots), *plan.shape))
+        return run(plan)
+
+    monkeypatch.setattr(engine.runner, "run", recorded)
+    return found
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3, 7])
+def test_rounds_of_given_tokens_verify_as_many_as_are_left(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int
+) -> None:
+    engine = engine_of(checkpoint, mtp_step, 1 if mtp_step != 3 else 8, 0)
+    shapes = shapes_of(engine, monkeypatch)
+    # The first token comes from prefill.
+    for count, expected in ((25, [15, 7]), (18, [15, 3]), (5, [3]), (1, [])):
+        (scored,) = engine.score([[5, 6, 7]], [list(range(20, 20 + count))])
+        assert [verify for _, verify, _ in shapes] == expected
+        assert {chain for *_, chain in shapes} <= {0}
+        assert scored.metrics.rounds == len(expected)
+        shapes.clear()
+
+
+def test_rounds_of_many_given_requests_are_narrower(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_mtp.runner.spec._MOST_GIVEN_ROWS", 64)
+    engine = make_engine(checkpoint, max_batch=10, scoring=True)
+    lengths = [120, 120, 80, 80, 60, 60, 60, 60, 40, 40]
+    prompts = [[5, 6, index] for index in range(10)]
+    continuations = [[(7 * i + 3 * index) % 4000 for i in range(n)] for index, n in enumerate(lengths)]
+    shapes = shapes_of(engine, monkeypatch)
+    scored = engine.score(prompts, continuations)
+    alone = engine_of(checkpoint, 3, 8, 0).score(prompts, continuations)
+    assert entries(scored) == entries(alone)
+    most = {3: 10, 7: 8, 15: 4}
+    assert all(count <= most[verify] for count, verify, _ in shapes)
+    assert {verify for _, verify, _ in shapes} == most.keys()
+
+
+def test_scores_show_nothing_of_drafts(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, mtp_step="auto", scoring=True)
+    engine.score([[5, 6, 7]] * 3, [list(range(20, 60))] * 3)
+    stats = engine.stats()
+    assert (stats.finished, stats.output_tokens) == (3, 120)
+    assert stats.speculation.rounds == sum(stats.speculation.drafted_by_index) == 0
+    assert sum(sum(reasons.values()) for reasons in stats.rounds_by_depth.values()) == 0
 
 
 def test_many_scores_report_progress(checkpoint: Path) -> None:

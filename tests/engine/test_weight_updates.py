@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,25 +279,54 @@ def test_an_engine_wakes_with_its_last_weights(paths: list[Path], expected: list
     assert tokens() == expected[1]
 
 
+def tensor_elements() -> int:
+    """The elements of all tensors of the process."""
+    gc.collect()
+    return sum(one.numel() for one in gc.get_objects() if type(one) is torch.Tensor)
+
+
+def check_sleeps(
+    paths: list[Path],
+    expected: list[list[int]],
+    count: int,
+    held: Callable[[], int] = tensor_elements,
+    **settings: Any,
+) -> None:
+    """Sleep and wake up `count` times, with the two weights in turns; `held()`, the memory in use while the
+    engine sleeps, does not grow."""
+    engine = make_engine(paths[0], **settings)
+    sizes = []
+    for turn in range(count):
+        engine.sleep()
+        sizes.append(held())
+        engine.wake_up(paths[turn % 2])
+        assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[turn % 2]
+        engine.scheduler.check_integrity()
+    assert max(sizes[10:]) <= max(sizes[:10])
+    engine.close()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_fifty_sleeps_leave_nothing_behind(paths: list[Path], expected: list[list[int]]) -> None:
-    engine = make_engine(paths[0])
-    sizes = []
-    for turn in range(50):
-        engine.sleep()
-        gc.collect()
-        sizes.append(sum(one.numel() for one in gc.get_objects() if type(one) is torch.Tensor))
-        engine.wake_up(paths[turn % 2])
-        assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[turn % 2]
-    assert max(sizes[10:]) <= max(sizes[:10])
+    check_sleeps(paths, expected, 50)
 
 
-def check_traffic(paths: list[Path], expected: list[list[int]], count: int) -> None:
-    """Update `count` times while requests come; every request has the tokens of one of the weights."""
+def check_traffic(
+    paths: list[Path],
+    expected: list[list[int]],
+    count: int,
+    held: Callable[[], int] = tensor_elements,
+    **settings: Any,
+) -> list[int]:
+    """Update `count` times while requests come: every request has the tokens of the weights with which it
+    began, and ends or is ended by name; `held()`, the memory in use, stays flat. Returns the requests that
+    ended by themselves with each of the weights."""
     rng = random.Random(0)
-    engine = make_engine(paths[0], max_batch=3, max_in_flight=1)
+    engine = make_engine(paths[0], max_batch=3, **({"max_in_flight": 1} | settings))
     outputs: dict[str, list[RequestOutput]] = {}
+    # The weights with which each request began.
+    began: dict[str, int] = {}
     current, sizes = 0, []
     for number in range(count):
         for index in range(rng.randint(0, 3)):
@@ -305,34 +334,37 @@ def check_traffic(paths: list[Path], expected: list[list[int]], count: int) -> N
         for _ in range(rng.randint(0, 12)):
             for output in engine.step():
                 outputs.setdefault(output.request_id, []).append(output)
+                began.setdefault(output.request_id, current)
+        for scheduled in engine.scheduler._resources.owners.values():
+            began.setdefault(scheduled.request.request_id, current)
         running = rng.choice(["finish", "abort"])
         current = 1 - current
         source: Any = paths[current] if number % 2 else given(paths[current])
         engine.update_weights(source, running=running)
         engine.scheduler.check_integrity()
-        gc.collect()
-        sizes.append(sum(one.numel() for one in gc.get_objects() if type(one) is torch.Tensor))
+        sizes.append(held())
     collect(engine, outputs)
-    ended = [0, 0]
+    whole = [0, 0]
     for name, own in outputs.items():
-        found, last = tokens_of(own), own[-1]
-        # All tokens of a request are those of one of the weights.
-        fits = [found == one[: len(found)] for one in expected]
-        assert any(fits), name
-        if len(found) == 40:
-            ended[fits.index(True)] += 1
-        assert last.finish_reason == "abort" or len(found) == 40
-    assert sum(ended) > 0
+        found, last, weights = tokens_of(own), own[-1], began.get(name, current)
+        assert found == expected[weights][: len(found)], name
+        if last.finish_reason == "abort":
+            assert last.error == "the engine's weights were replaced before it finished; send it again"
+        else:
+            assert len(found) == 40
+            whole[weights] += 1
     # The first updates may fill caches of the process.
     half = len(sizes) // 2
     assert max(sizes[half:]) <= max(sizes[: half + 1]) * 1.01 + 1000
+    engine.close()
+    return whole
 
 
 def test_updates_under_traffic(paths: list[Path], expected: list[list[int]]) -> None:
-    check_traffic(paths, expected, 4)
+    assert sum(check_traffic(paths, expected, 4)) > 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_hundred_updates_under_traffic(paths: list[Path], expected: list[list[int]]) -> None:
-    check_traffic(paths, expected, 100)
+    assert min(check_traffic(paths, expected, 100)) > 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +163,18 @@ def test_other_architectures_are_refused(name: str | None, remedy: str, tmp_path
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     assert "must be a readable file" in refused(lambda: read_container(path), path)
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.gguf")
+    raw, before = path.read_bytes(), time.time() - 60
+    assert read_container(path) is not read_container(path)  # It may change again within this second.
+    os.utime(path, (before, before))
+    first = read_container(path)
+    assert read_container(path) is first
+    path.write_bytes(raw.replace("ä".encode(), "ö".encode()))
+    os.utime(path, (before, before))
+    assert read_container(path).metadata["n.text"] == "ö"
 
 
 def test_every_prefix_of_a_file_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engine.test_weight_updates import LONG, PROMPTS, check_sleeps, check_traffic
 from tests.engines import make_engine, prompt_of
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +54,35 @@ def test_a_new_engine_gives_the_same_tokens(kind: str, compile: str, tmp_path: P
         allocated.append(torch.cuda.memory_allocated())
     assert max(allocated[2:]) <= max(allocated[:2])
     engine.close()
+
+
+def small_weights(directory: Path) -> tuple[list[Path], list[list[int]], dict[str, Any]]:
+    """Return two checkpoints, the tokens of one request with each, and settings of an engine with graphs."""
+    settings: dict[str, Any] = {"device": "cuda", "block_size": 64, "prefill_chunk": 128, "compile": "off"}
+    paths = [write_checkpoint(directory / str(seed), seed=seed, hidden_size=64) for seed in (0, 1)]
+    expected = []
+    for path in paths:
+        engine = make_engine(path, mtp_step=0, **settings)
+        expected.append(engine.generate([PROMPTS[1]], LONG)[0].new_token_ids)
+        engine.close()
+    return paths, expected, settings
+
+
+def allocated_bytes() -> int:
+    """Bytes of the device in the tensors of this process."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def test_a_hundred_updates_under_traffic(tmp_path: Path) -> None:
+    paths, expected, settings = small_weights(tmp_path)
+    assert min(check_traffic(paths, expected, 100, allocated_bytes, **settings)) > 0
+
+
+def test_fifty_sleeps_leave_nothing_behind(tmp_path: Path) -> None:
+    paths, expected, settings = small_weights(tmp_path)
+    check_sleeps(paths, expected, 50, allocated_bytes, max_batch=2, num_blocks=200, **settings)
 
 
 @pytest.mark.parametrize("graph_mode", ["replay", "reduce-overhead"])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.models.hf_config import read_model_config
+from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import (
@@ -458,7 +459,10 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     limits = limits_of(spec, plan)
     assert (limits.max_model_len, limits.longest, plan.max_model_len) == (4096, 19 * 64, 19 * 64)
     assert (limits.prefix_step, limits.mtp_step, limits.max_prompt_chunks) == (64, spec.mtp_step, 3)
-    both = {"max_model_len", "prefix_step", "max_prompt_chunks"}
+    assert limits.given == ()
+    rows = replace(plan, num_state_rows=30 + SPARE_SLOTS)
+    assert limits_of(spec_of(scoring=True), rows).given == ((3, 30), (7, 30), (15, 16))
+    both = {"max_model_len", "prefix_step", "max_prompt_chunks", "given"}
     for one in fields(limits):
         if one.name not in both:
             places = [place for place in (plan, spec, spec.config) if hasattr(place, one.name)]

@@ -19,8 +19,11 @@ def test_a_row_for_each_image(bench_engine: Any, capsys: pytest.CaptureFixture[s
     for row in line["rows"]:
         assert row["slices"] >= 1
         assert row["tower_s"] > 0
+        assert 0 < row["longest_slice_s"] <= row["tower_s"] <= row["first_token_s"] + 1
         assert 0 < row["round_s"] <= row["longest_wait_s"] + 1
-        assert row["decode_over_text"] > 0
+        assert row["longest_wait_as_text_s"] > 0
+        assert row["round_after_image_s"] > 0
+        assert row["round_after_text_s"] > 0
 
 
 def test_wrong_tokens_print_nothing(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.vision.images import PreparedImage, prepare_image
+from compiled_mtp.vision.sizes import PART_PATCHES
 from compiled_mtp.vision.tower import VisionTower
 from compiled_mtp.vision.weights import load_tower
 from tests.vision.checkpoints import (
@@ -29,21 +30,30 @@ def make_tower(directory: Path) -> VisionTower:
     return load_tower(config, directory, torch.float32, torch.device("cpu"), is_checked=True)
 
 
-def features(tower: VisionTower, image: PreparedImage, slice_layers: int) -> torch.Tensor:
+def features(tower: VisionTower, image: PreparedImage, slice_parts: int) -> torch.Tensor:
     pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
-    x = tower.embed(pixels.view(image.rows * 32, image.columns * 32, 3))
-    for first in range(0, DEPTH, slice_layers):
-        x = tower.run(x, image.rows, image.columns, first, first + slice_layers)
-    return tower.merge(x)
+    passage = tower.embed(pixels.view(image.rows * 32, image.columns * 32, 3))
+    count = tower.count_parts(image.rows * image.columns)
+    for first in range(0, count, slice_parts):
+        tower.run(passage, first, min(first + slice_parts, count))
+    return tower.merge(passage)
 
 
-def test_features_equal_those_of_transformers(dense: Path, dense_oracle: VisionOracle) -> None:
+@pytest.mark.parametrize("part_patches", [PART_PATCHES, 32])
+def test_features_equal_those_of_transformers(
+    dense: Path, dense_oracle: VisionOracle, part_patches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one slice and in several, that end between layers and inside one."""
+    for module in ("sizes", "tower"):
+        monkeypatch.setattr(f"compiled_mtp.vision.{module}.PART_PATCHES", part_patches)
     tower = make_tower(dense)
     for width, height in ((333, 100), (64, 64), (96, 32)):
         image = picture(width, height, seed=width)
         prepared = prepare_image(image, tower.config)
-        whole, sliced = (features(tower, prepared, layers) for layers in (DEPTH, 1))
-        assert torch.equal(whole, sliced)
+        count = tower.count_parts(prepared.rows * prepared.columns)
+        assert count == DEPTH * -(-prepared.rows * prepared.columns * 4 // part_patches)
+        whole, *sliced = (features(tower, prepared, parts) for parts in (count, 1, 3))
+        assert all(torch.equal(whole, one) for one in sliced)
         want = dense_oracle.features(image)
         assert float(want.std()) > 1
         torch.testing.assert_close(whole, want, rtol=0, atol=3e-5)

@@ -32,22 +32,26 @@ def count(text: str) -> int:
     return int(text)
 
 
-def depth(text: str) -> int | str:
-    """Parse --mtp-step: a number or "auto"."""
-    return text if text == "auto" else int(text)
-
-
 def numbers(text: str) -> list[int]:
     """Parse a flag's integers, separated by commas."""
     return [int(number) for number in text.split(",")]
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `settings` and `open_engine` read."""
+def depth(text: str) -> int | str:
+    """Parse a flag's number of drafts, or auto."""
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer or auto, got {text!r}")
+    return int(text)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, may_be_auto: bool = False) -> None:
+    """Add the flags that `settings` and `open_engine` read; may_be_auto: --mtp-step takes auto too."""
     parser.add_argument("--model", type=Path, default=EngineConfig().model)
     parser.add_argument(
         "--shape",
-        choices=["tiny", *sorted(LAYERS)],
+        choices=["tiny", "tiny-moe", *sorted(LAYERS)],
         help="random weights of that shape",
     )
     parser.add_argument("--device", default="auto")
@@ -57,7 +61,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="on a GPU: replay, reduce-overhead, auto, or uncompiled, which starts in seconds",
     )
-    parser.add_argument("--mtp-step", type=depth, default=3, help="a number or auto")
+    parser.add_argument("--fp8", action="store_true", help="with --shape: FP8 weights, as a release has")
+    parser.add_argument("--mtp-step", type=depth if may_be_auto else int, default=3)
     parser.add_argument("--num-threads", type=int)
 
 
@@ -73,16 +78,21 @@ def clock(flags: argparse.Namespace) -> Callable[[], float]:
     return time.process_time if flags.cpu_time else time.perf_counter
 
 
-def shape_config(name: str) -> ModelConfig:
-    """Return the config of a released shape, or of "tiny" for tests."""
-    if name != "tiny":
-        return model_config(name)
+def shape_config(name: str, *, is_fp8: bool = False) -> ModelConfig:
+    """Return the config of a released shape, or of "tiny" or "tiny-moe" for tests."""
+    if not name.startswith("tiny"):
+        return model_config(name, is_fp8)
+    is_moe = name == "tiny-moe"
     return dataclasses.replace(
-        model_config("0.8b"),
+        model_config("35b-a3b" if is_moe else "0.8b"),
         num_layers=4,
         is_full_attention=(False, False, False, True),
         hidden_size=64,
-        intermediate_size=64,
+        intermediate_size=0 if is_moe else 64,
+        num_experts=8 if is_moe else 0,
+        num_experts_per_tok=2 if is_moe else 0,
+        moe_intermediate_size=64 if is_moe else 0,
+        shared_expert_intermediate_size=64 if is_moe else 0,
         vocab_size=2048,
         head_dim=64,
         rotary_dim=16,
@@ -124,7 +134,7 @@ def open_engine(
     config = EngineConfig(**(settings(flags) | given))
     if flags.shape is None:
         return kind(config, frontend=open_frontend(config))
-    model, tokenizer = shape_config(flags.shape), None
+    model, tokenizer = shape_config(flags.shape, is_fp8=flags.fp8), None
     if folder is not None:
         write_tokenizer(folder, model.vocab_size)
         tokenizer = Tokenizer(folder)

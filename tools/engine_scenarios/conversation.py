@@ -34,7 +34,7 @@ QUESTIONS = ("\n# Quote the file:\n", "\n# Make the next change and quote the fi
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    common.add_engine_flags(parser)
+    common.add_engine_flags(parser, may_be_auto=True)
     parser.add_argument("--turns", type=common.count, default=10)
     parser.add_argument("--rate", type=float, help="tokens per round of a chain of three alone")
     parser.add_argument(

@@ -106,9 +106,16 @@ class Bench:
     way: a number of drafts, or AUTO.
     """
 
-    def __init__(self, config: EngineConfig, shape: str | None, clock: Callable[[], float]) -> None:
-        model = common.shape_config(shape) if shape is not None else read_model_config(config.model)
-        fill = None if shape is None else common.fill_same
+    def __init__(
+        self, config: EngineConfig, shape: str | None, clock: Callable[[], float], *, is_fp8: bool = False
+    ) -> None:
+        is_shape = shape is not None
+        model = (
+            common.shape_config(shape, is_fp8=is_fp8)
+            if shape is not None
+            else read_model_config(config.model)
+        )
+        fill = common.fill_same if is_shape else None
         spec = resolve(config, model, model.vocab_size, is_checkpoint=fill is None)
         self.runner = Runner(spec, fill=fill)
         depths, first = config.depths, first_depth(config.depths)
@@ -127,6 +134,7 @@ class Bench:
             mtp_step=spec.mtp_step,
             max_drafts=spec.max_drafts,
             max_in_flight=spec.max_in_flight,
+            max_prompt_chunks=self.runner.programs.most_prompt_chunks,
         )
         self.scheduler = Scheduler(limits, depth=self._choose)
         self.requests: list[Request] = []
@@ -291,12 +299,13 @@ def make_bench(mtp_step: int | str, flags: argparse.Namespace) -> Bench:
         "max_model_len": max_model_len,
         # No more blocks than needed: several engines share the memory.
         "num_blocks": batch * (max_model_len // block_size + 2) + 1,
-        "prefill_chunk": 64,
+        # Prompts of many requests share launches, else the first ones gain hundreds of tokens meanwhile.
+        "prefill_chunk": 64 if batch <= 32 else 1024,
         "synthetic_acceptance": 0.0 if flags.accept else None,
     }
     if torch.cuda.is_available():
         given |= {"batch_sizes": tuple(flags.batches), "graph_mode": "replay"}
-    return Bench(EngineConfig(**given), flags.shape, common.clock(flags))
+    return Bench(EngineConfig(**given), flags.shape, common.clock(flags), is_fp8=flags.fp8)
 
 
 def check(bench: Bench, case: Case, depths: Sequence[int]) -> None:

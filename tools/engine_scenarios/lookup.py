@@ -77,7 +77,7 @@ def kinds(text: str) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    common.add_engine_flags(parser)
+    common.add_engine_flags(parser, may_be_auto=True)
     parser.add_argument("--kind", type=kinds, default=["edits"], help=f"of {', '.join(KINDS)}")
     parser.add_argument("--texts", type=common.count, default=200, help="how many of each kind")
     parser.add_argument("--batch", type=common.numbers, default=[1], help="texts decoded at a time")

@@ -16,7 +16,7 @@ from dataclasses import astuple, replace
 import torch
 from op_cases.linear import multiply
 
-from compiled_mtp.benchmarks.bandwidth import time_us
+from compiled_mtp.benchmarks.gpu_rates import time_us
 from compiled_mtp.benchmarks.released_shapes import fill_random, model_config
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache

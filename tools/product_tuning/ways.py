@@ -11,7 +11,7 @@ import torch
 from bench_op import ROTATED_BYTES
 from op_cases.linear import BEFORE_NORM, GATE_UP
 
-from compiled_mtp.benchmarks.bandwidth import read_bandwidth, time_us
+from compiled_mtp.benchmarks.gpu_rates import read_bandwidth, time_us
 from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
 from compiled_mtp.ops.linear import linear, linear_partials, linear_silu_mul
 from compiled_mtp.ops.linear.config import LinearConfig, choose, narrow_config, shared_split

@@ -114,7 +114,7 @@ class NVFP4(_FP4):
     def row_factors(self, rows: int, device: torch.device) -> torch.Tensor:
         """The tensor's factor, or what multiplies instead of it, for each row."""
         whole = self.whole(self.factor).float().reshape(1)
-        return self.finish(torch.ones(1), whole).to(device).expand(rows)
+        return self.finish(torch.ones_like(whole), whole).to(device).expand(rows)
 
     def finish(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Apply the tensor's factor to the values."""
@@ -159,10 +159,10 @@ class MXFP4(_FP4):
 
     def check_values(self) -> None:
         """Raise ValueError for an exponent whose products with codes are not all normal numbers."""
-        stored = self.whole("weight_scale")
-        wrong = stored[(stored < _LEAST) | (stored > _MOST)]
+        ends = torch.stack(torch.aminmax(self.whole("weight_scale"))).tolist()
+        wrong = [end for end in ends if not _LEAST <= end <= _MOST]
         rule = f"lie in {_LEAST} to {_MOST}"
-        check(not len(wrong), self.parts["weight_scale"].name, rule, wrong[:1].tolist(), AGAIN)
+        check(not wrong, self.parts["weight_scale"].name, rule, wrong[:1], AGAIN)
 
     def scales(self, rows: slice, groups: slice, device: torch.device) -> torch.Tensor:
         """The float32 scales, powers of two."""

@@ -94,7 +94,9 @@ class GPTQ(IntegerWeight):
             self.check_group_indices("g_idx", self.group)
         self.check_finite("scales")
         if self.only_zero is not None:
-            zeros = unpack_columns(self.whole("qzeros"), self.bits)
+            # Of 32 / bits codes each: equal codes make equal words.
+            both = torch.stack(torch.aminmax(self.whole("qzeros")))
+            zeros = unpack_columns(both, self.bits)
             other = zeros[zeros != self.only_zero]
             rule = f"hold {self.only_zero} alone, as symmetric weights of this version do"
             remedy = "correct sym or checkpoint_format (gptq, gptq_v2) in config.json"

@@ -6,14 +6,17 @@ Every format is a subclass of `PackedWeight` in its own module, listed in `catal
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from typing import ClassVar
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
 
 from compiled_mtp.errors import check
+from compiled_mtp.models.finite import find_not_finite
 from compiled_mtp.models.formats.claims import Claims
-from compiled_mtp.models.headers import Header
+from compiled_mtp.models.headers import Header, ReadTensors
 from compiled_mtp.models.stored_weight import Region
 
 FLOATS = ("BF16", "F16", "F32")
@@ -76,12 +79,23 @@ class PackedWeight(ABC):
 
     def part(self, suffix: str, *region: slice, device: torch.device | None = None) -> torch.Tensor:
         """A region of one of the tensors."""
-        return self.parts[suffix].read(region).to(device)
+        return self.parts[suffix].read(region, device).to(device)
 
     def whole(self, suffix: str) -> torch.Tensor:
-        """All of one of the tensors, on the CPU."""
-        header = self.parts[suffix]
-        return header.read(tuple(slice(0, size) for size in header.shape))
+        """All of one of the tensors."""
+        return self.parts[suffix].read_whole()
+
+    def held(self, device: torch.device) -> Self:
+        """The same weight with its tensors read and on `device`."""
+        read = {part.name: part.read_whole(device) for part in self._read_parts()}
+        files, weight = ReadTensors(read), copy(self)
+        weight.parts = {suffix: replace(part, files=files) for suffix, part in self.parts.items()}
+        return weight
+
+    def _read_parts(self) -> Iterator[Header]:
+        for suffix, part in self.parts.items():
+            if suffix not in self.unread:
+                yield part
 
     def check_shape(self, suffix: str, *shape: int) -> None:
         """Raise ValueError unless the tensor has that shape."""
@@ -97,11 +111,12 @@ class PackedWeight(ABC):
 
     def check_finite(self, suffix: str, *, is_positive: bool = False) -> None:
         """Raise ValueError for a scale that is NaN or infinite, or with is_positive not above zero."""
-        values = self.whole(suffix).float()
+        stored = self.whole(suffix)
         name = self.parts[suffix].name
-        check(bool(values.isfinite().all()), name, "be finite", "NaN or infinity", AGAIN)
+        check(not find_not_finite({name: stored}), name, "be finite", "NaN or infinity", AGAIN)
         if is_positive:
-            check(bool((values > 0).all()), name, "be positive", values.min().item(), AGAIN)
+            least = float(stored.float().min())
+            check(least > 0, name, "be positive", least, AGAIN)
 
     def find_group(self, suffix: str, columns: int, groups: int, claims: Claims) -> int:
         """The number of columns that share a scale; the tensor `suffix` has `groups` groups of `columns`

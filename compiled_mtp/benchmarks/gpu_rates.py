@@ -1,11 +1,11 @@
-"""The memory's read bandwidth, and the time of calls on a GPU."""
+"""What a GPU reads and multiplies per second, and the time of calls on it."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,6 +13,19 @@ import triton.language as tl
 
 REPLAYS = 21
 READ_BYTES = 4 << 30
+# Rows, columns and sums of the largest products: no released weight is larger in two of them.
+PRODUCT_SIZE = 8192
+
+
+class Rates(NamedTuple):
+    """What a GPU does per second: bytes that it reads, operations of products in bfloat16 and in FP8.
+
+    An operation is a product or a sum of two numbers. A GPU without FP8 products has the rate of bfloat16.
+    """
+
+    read_bytes: float
+    bf16_flops: float
+    fp8_flops: float
 
 
 @triton.jit
@@ -59,3 +72,24 @@ def read_bandwidth() -> float:
         for warps in (4, 8)
     )
     return READ_BYTES / (best * 1e-6)
+
+
+def product_rates() -> tuple[float, float]:
+    """Return the operations per second of torch's products of random numbers, in bfloat16 and in FP8."""
+    size = PRODUCT_SIZE
+    x, y = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    bf16 = time_us([functools.partial(torch.mm, x, y.t())] * 8)
+    fp8 = bf16
+    if torch.cuda.get_device_capability() >= (8, 9):
+        x, y = (each.to(torch.float8_e4m3fn) for each in (x, y))
+        one = torch.ones((), device="cuda")
+        multiply = functools.partial(torch._scaled_mm, x, y.t(), one, one, out_dtype=torch.bfloat16)
+        fp8 = time_us([multiply] * 8)
+    return 2e6 * size**3 / bf16, 2e6 * size**3 / fp8
+
+
+def measure_rates() -> Rates:
+    """Measure this GPU; takes some seconds and gives its memory back."""
+    rates = Rates(read_bandwidth(), *product_rates())
+    torch.cuda.empty_cache()
+    return rates

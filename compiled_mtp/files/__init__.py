@@ -1,0 +1,1 @@
+"""Brings bytes of files to memory and to a GPU."""

@@ -1,0 +1,47 @@
+"""The contract with as many requests as an engine may run: the tokens of each are those that it has alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compiled_mtp.config import MOST_BATCH
+from compiled_mtp.request import SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.engines import collect, make_engine, prompt_of, run_to_end
+
+# A launch takes 16 prompts: all requests run before the first one ends.
+COUNT = 24
+
+
+def params_of(index: int) -> SamplingParams:
+    """Greedy and sampled requests, some with penalties, log probabilities or a grammar."""
+    return SamplingParams(
+        max_tokens=COUNT,
+        temperature=0.0 if index % 3 == 0 else 0.9,
+        seed=index,
+        ignore_eos=True,
+        presence_penalty=0.5 if index % 5 == 0 else 0.0,
+        logprobs=2 if index % 32 == 1 else None,
+        guided_regex="[a-z0-9 ]{99}" if index % 32 == 2 else None,
+    )
+
+
+def test_as_many_requests_as_an_engine_takes_have_the_tokens_of_each_alone(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, num_layers=4, tokenizer=True)
+    prompts = [prompt_of(1 + index % 23, index, 512) for index in range(MOST_BATCH)]
+    # Poisoned slots show a row that reads another request's.
+    engine = make_engine(directory, max_batch=MOST_BATCH, max_model_len=64, prefill_chunk=512)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(prompt_token_ids=prompt, params=params_of(index), request_id=str(index))
+    tokens: dict[str, list[int]] = {}
+    most = 0
+    while engine.has_unfinished_requests():
+        most = max(most, engine.stats().running)
+        collect(tokens, engine.step())
+    assert most == MOST_BATCH
+    assert engine.stats().blocks_used == 0
+    alone = make_engine(directory, max_batch=1, max_model_len=64, mtp_step=0)
+    for index in range(0, MOST_BATCH, 11):
+        name = str(index)
+        alone.add_request(prompt_token_ids=prompts[index], params=params_of(index), request_id=name)
+        assert run_to_end(alone) == {name: tokens[name]}
