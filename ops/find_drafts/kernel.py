@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.find_drafts.reference import CHAIN_UNIT, DECAY, LEAST_MATCH, MOST_MATCH, RISE
 
-BLOCK = 512
+BLOCK = 256
 # Programs of one request at most, and of all requests together: about as many as a GPU holds at a time.
 MOST_PARTS, MOST_PROGRAMS = 512, 4096
 PLACE_BITS = 26
@@ -55,11 +55,14 @@ def search_kernel(
     before = tl.where(before < 0, -2, before)
     lane = tl.arange(0, BLOCK)
     found = 0
-    for block in range(part, tl.cdiv(last, BLOCK), num_parts):
-        place = block * BLOCK + lane
-        # The whole row is loaded, so that the mask allows loads of four ids.
-        one = tl.load(ids + place, mask=place < text_stride, other=-1)
-        is_open = (one == wanted) & (place < last)
+    place = part * BLOCK + lane
+    # Whole rows are loaded, not up to `last`, so that the mask allows loads of four ids.
+    ahead = tl.load(ids + place, mask=place < text_stride, other=-1)
+    for _ in range(part, tl.cdiv(last, BLOCK), num_parts):
+        is_open = (ahead == wanted) & (place < last)
+        # The next block is on its way while this one is compared.
+        after = place + num_parts * BLOCK
+        ahead = tl.load(ids + after, mask=after < text_stride, other=-1)
         if tl.max(is_open.to(tl.int32), 0) > 0:
             one = tl.load(ids + place - 1, mask=is_open & (place > 0), other=-1)
             is_open = is_open & (one == before)
@@ -75,6 +78,7 @@ def search_kernel(
                 is_match = length >= LEAST_MATCH
                 longest = tl.max(tl.where(is_match, (length << PLACE_BITS) + place, 0), 0)
                 found = tl.maximum(found, longest)
+        place = after
     if PDL:
         # The text is older than the last fence; the last reader of `best` may not be.
         gdc_wait()
