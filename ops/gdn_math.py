@@ -2,6 +2,9 @@
 
 A record of a token is (k after l2norm, u = beta * (v - read), exp(g)). A record is applied to a state as
 `S <- exp(g) S + u k^T`, both when a token is computed and when it is folded in later: the bits are the same.
+
+So a round may leave records unfolded, which saves the write of a state: `gdn_verify` folds them again into
+the copy that it steps over. It stores a state once its ring would not hold the next window.
 """
 
 from __future__ import annotations
@@ -10,6 +13,18 @@ import torch
 
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.numerics import number, sigmoid, silu
+
+# A round of fewer requests stores every state: it waits for a chain of records, not for memory.
+_LEAST_BATCH = 8
+
+
+def unfolded_limit(max_unfolded: int, batch: int) -> int:
+    """Return the most records, those of the round's window included, that a round of `batch` requests leaves
+    unfolded.
+
+    `gdn_verify` and `accept_window` ask for the same round, so that they agree. max_unfolded: see there.
+    """
+    return max_unfolded if batch >= _LEAST_BATCH else 0
 
 
 def check_gdn_heads(Hk: int, Hv: int, gate_activation: str) -> None:

@@ -5,18 +5,31 @@ left, few rows need no padding, and a weight is decoded in the registers that th
 does not choose which operand lies in registers, Gluon does. Triton's interpreter cannot run Gluon: on a CPU,
 tests run its Python with a stand-in (tests/ops/gluon_on_cpu.py).
 
-A program copies chunks of some units of 128 columns of its weight rows, and of its rows, to shared memory,
-several chunks ahead. Weights have blocks of 16 rows whose units lie together (ops.int4, ops.blocks).
+Weights have blocks of 16 rows whose units of 128 columns lie together (ops.int4, ops.blocks).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from compiled_mtp.ops.left_config import LeftForm
+
 # Triton 3.9 renames the function.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@dataclass(frozen=True)
+class LeftWeight:
+    """A weight [N, K] in codes: words [N, W] int16, the 32-bit words of its scales, and its form."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    form: LeftForm
 
 
 @gluon.constexpr_function
@@ -35,6 +48,12 @@ def memory_layout(columns):
 
 
 @gluon.jit
+def as_float(bits):
+    """The float32 number that has these bits."""
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def spread(column, like):
     """A column [BN] as wide as `like`."""
     return gl.expand_dims(column, 1).broadcast_to(like.shape)
@@ -44,14 +63,31 @@ def spread(column, like):
 def weight_row(tile, n, in_tile, BN: gl.constexpr, GATED: gl.constexpr):
     """The weight rows of a tile's rows. Those beyond N read the last block of 16, and are never stored.
 
-    GATED: the tile's upper half are rows of the gate, its lower half those of up.
+    GATED: by turns eight rows of the gate and those of up; one thread holds the sums of both.
     """
+    block = gl.minimum(tile * (BN // 16) + in_tile // 16, n // 16 - 1)
     if GATED:
-        block = gl.minimum(tile * (BN // 32) + in_tile // 16 % (BN // 32), n // 32 - 1)
-        block += in_tile // (BN // 2) * (n // 32)
+        return block * 8 + in_tile % 8 + in_tile % 16 // 8 * (n // 2)
     else:
-        block = gl.minimum(tile * (BN // 16) + in_tile // 16, n // 16 - 1)
-    return block * 16 + in_tile % 16
+        return block * 16 + in_tile % 16
+
+
+@gluon.jit
+def words_of_rows(weight, row, stride, word, PER_ROW: gl.constexpr, BLOCK_WORDS: gl.constexpr):
+    """Where the words `word` of the first units of weight rows `row` lie, PER_ROW words in a row's unit."""
+    at = weight + ((row // 16).to(gl.int64) * (16 * stride) + row % 16 * PER_ROW)[:, None]
+    return at + (word // PER_ROW * BLOCK_WORDS + word % PER_ROW)[None, :]
+
+
+@gluon.jit
+def words_above(
+    weight, row, stride, word, PER_ROW: gl.constexpr, BLOCK_WORDS: gl.constexpr, KIND: gl.constexpr
+):
+    """As `words_of_rows`, of what codes have above four bits."""
+    # Two rows share the words of a fifth bit.
+    in_block = row % 16 // 2 if KIND == "Q5_K" else row % 16
+    at = weight + ((row // 16).to(gl.int64) * (16 * stride) + in_block * PER_ROW)[:, None]
+    return at + (512 + word // PER_ROW * BLOCK_WORDS + word % PER_ROW)[None, :]
 
 
 @gluon.jit
@@ -76,10 +112,11 @@ def copy_rows(to, x_at, is_row, first, end, layout: gl.constexpr):
 
 @gluon.jit
 def halves_of(tile):
-    """The upper and the lower half of [BN, BM], which one thread holds both of."""
+    """Of each 16 rows of [BN, BM] the first eight and the others, each [BN / 2, BM]."""
     BN: gl.constexpr = tile.shape[0]
     BM: gl.constexpr = tile.shape[1]
-    return gl.split(gl.permute(gl.reshape(tile, [2, BN // 2, BM]), [1, 2, 0]))
+    first, second = gl.split(gl.permute(gl.reshape(tile, [BN // 16, 2, 8, BM]), [0, 2, 3, 1]))
+    return gl.reshape(first, [BN // 2, BM]), gl.reshape(second, [BN // 2, BM])
 
 
 @gluon.jit
@@ -93,7 +130,7 @@ def store_tile(
     in_tile = gl.arange(0, BN, gl.SliceLayout(1, layout))
     if GATED:
         width = n // 2
-        to_column = tile * (BN // 2) + in_tile % (BN // 2)
+        to_column = tile * (BN // 2) + in_tile // 16 * 8 + in_tile % 8
     else:
         width = n
         to_column = tile * BN + in_tile

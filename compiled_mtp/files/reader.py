@@ -53,8 +53,9 @@ class FileReader:
             self._fill(file, runs, out)
             return out
         out = torch.empty(total, dtype=torch.uint8, device=device)
-        staging = self._staging.setdefault(device, _Staging())
-        at = 0
+        if device not in self._staging:
+            self._staging[device] = _Staging()
+        staging, at = self._staging[device], 0
         for part in _parts(runs, _BUFFER_BYTES):
             size = sum(count for _, count in part)
             with torch.cuda.device(device):

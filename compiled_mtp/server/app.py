@@ -79,7 +79,8 @@ def create_app(service: Service) -> FastAPI:
     )
     _add_routes(app, service)
     add_page(app)
-    app.add_middleware(AuthMiddleware, config=service.config)
+    most = service.config.most_body_bytes(has_images=service.max_images > 0)
+    app.add_middleware(AuthMiddleware, config=service.config, max_body_bytes=most)
     if service.config.allowed_origins:
         # Outside the auth middleware: a browser's preflight request carries no key.
         app.add_middleware(

@@ -22,7 +22,10 @@ Rows = Annotated[Tensor, "M K", BF16, Remedy("pass rows as long as the weight's,
 Words = Annotated[Tensor, "N W", I16, CONTIGUOUS, Remedy(PACK)]
 Scales = Annotated[Tensor, "U N S", I16, CONTIGUOUS, Remedy(PACK_SCALES)]
 # The weight is written by no kernel. A fence for the reason that `linear`'s kernels are.
-LAUNCHES = (Launch("blocks_kernel", reads_early=("weight", "weight_scale"), is_fence=True),)
+LAUNCHES = tuple(
+    Launch(kernel, reads_early=("weight", "weight_scale"), is_fence=True)
+    for kernel in ("left_kernel", "left_large_m_kernel")
+)
 
 
 def _weight_fits(kind: str, K: int, W: int, U: int, S: int, N: int) -> None:

@@ -9,6 +9,8 @@ tests/gpu.
 from __future__ import annotations
 
 import inspect
+import threading
+from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from tests.ops import assembly
 
 Group = list[tuple[torch.Tensor, torch.Tensor]]
+WAIT_SECONDS = 60
 
 
 class Pointer:
@@ -51,8 +54,59 @@ class Shared:
         return Shared(self.values.narrow(dim, start, length))
 
 
+class Descriptor:
+    """Tiles of `block_m` rows and 128 columns of x."""
+
+    layout = "tiles"
+
+    def __init__(self, x: torch.Tensor, block_m: int) -> None:
+        self.x = x
+        self.block_m = block_m
+
+    def tile(self, row: int, column: int) -> torch.Tensor:
+        own = self.x[row : row + self.block_m, column : column + 128]
+        return torch.nn.functional.pad(own, (0, 0, 0, self.block_m - own.shape[0]))
+
+
+class Barrier:
+    """A barrier in shared memory: copies that it waits for arrive when it completes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.missing = count
+        self.completed = 0
+        self.bytes = 0
+        self.copies: Group = []
+        self.changed = threading.Condition()
+
+    def arrive(self, count: int, more_bytes: int = 0, copies: Group | None = None) -> None:
+        with self.changed:
+            self.missing -= count
+            self.bytes += more_bytes
+            self.copies += copies or []
+            assert self.missing >= 0
+            if self.missing == 0 and self.bytes == 0:
+                for memory, values in self.copies:
+                    memory.copy_(values)
+                self.copies = []
+                self.missing = self.count
+                self.completed += 1
+                self.changed.notify_all()
+
+    def wait(self, phase: int) -> None:
+        with self.changed:
+            is_over = self.changed.wait_for(lambda: self.completed % 2 != int(phase), WAIT_SECONDS)
+        assert is_over, "a barrier that never completes"
+
+
+class Unfinished:
+    """The result of an asynchronous product before the wait."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
 class Program:
-    """One program's view: `gl`, `async_copy` and the functions that wait."""
+    """One program's view: `gl`, `async_copy`, `mbarrier` and the functions that wait."""
 
     def __init__(self, program: tuple[int, int], num_warps: int) -> None:
         self.program = program
@@ -62,6 +116,7 @@ class Program:
         self.has_waited = False
         # The most groups in flight before the wait.
         self.most_early = 0
+        self.barriers: dict[int, Barrier] = {}
 
     def gl(self) -> SimpleNamespace:
         def layout(*fields: Any) -> tuple[Any, ...]:
@@ -71,12 +126,10 @@ class Program:
             return torch.as_tensor(value)
 
         names = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DotOperandLayout")
+        types = ("bfloat16", "float32", "int64", "int32", "int16", "int8")
         return SimpleNamespace(
             **dict.fromkeys((*names, "NVMMADistributedLayout"), layout),
-            **{
-                name: getattr(torch, name)
-                for name in ("bfloat16", "float32", "int64", "int32", "int16", "int8")
-            },
+            **{name: getattr(torch, name) for name in types},
             constexpr=None,
             static_range=range,
             num_warps=lambda: self.warps,
@@ -99,7 +152,35 @@ class Program:
                 torch.full(shape, float("nan") if dtype.is_floating_point else 0x5555, dtype=dtype)
             ),
             store=self.store,
+            warp_specialize=run_together,
         )
+
+    def mbarrier(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            MBarrierLayout=lambda: None,
+            init=self.new_barrier,
+            expect=lambda shared, size: self.barrier_of(shared).arrive(1, size),
+            arrive=lambda shared, count: self.barrier_of(shared).arrive(count),
+            wait=lambda shared, phase: self.barrier_of(shared).wait(phase),
+        )
+
+    def new_barrier(self, shared: Shared, count: int) -> None:
+        self.barriers[shared.values.data_ptr()] = Barrier(count)
+
+    def barrier_of(self, shared: Shared) -> Barrier:
+        return self.barriers[shared.values.data_ptr()]
+
+    def copies_arrive(self, shared: Shared, increment_count: bool) -> None:
+        """All threads of four warps arrive when the copies that they asked for have."""
+        assert not increment_count
+        copies, self.open = self.open, []
+        self.barrier_of(shared).arrive(128, 0, copies)
+
+    def load_tile(self, tiles: Descriptor, at: list[Any], barrier: Shared, shared: Shared) -> None:
+        assert self.has_waited, "rows may not be loaded before the wait"
+        values = tiles.tile(*(int(index) for index in at))
+        assert list(values.shape) == shared.shape
+        self.barrier_of(barrier).arrive(0, -2 * values.numel(), [(shared.values, values)])
 
     def store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
         assert self.has_waited, "nothing may be stored before the wait"
@@ -151,14 +232,42 @@ def run(
                 function = getattr(value, "fn", None)
                 if isinstance(function, FunctionType):
                     own[name] = FunctionType(function.__code__, own, name, function.__defaults__)
-            copies = SimpleNamespace(commit_group=program.commit_group, wait_group=program.wait_group)
+            copies = SimpleNamespace(
+                commit_group=program.commit_group,
+                wait_group=program.wait_group,
+                mbarrier_arrive=program.copies_arrive,
+            )
             own |= {"gl": program.gl(), "async_copy": copies, "async_load": program.async_load}
             own |= {"gdc_wait": program.wait, "gdc_launch_dependents": lambda: None, "mma_v2": multiply_add}
+            own |= {"mbarrier": program.mbarrier(), "load_tile": program.load_tile}
+            own |= {"warpgroup_mma": start_multiply_add, "warpgroup_mma_wait": finish}
             own |= instead or {}
             entry = FunctionType(kernel.fn.__code__, own, kernel.fn.__name__)
             entry(**{name: as_pointer(value) for name, value in given.items()})
             programs.append(program)
     return programs
+
+
+def run_together(
+    parts: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]
+) -> None:
+    """Run the parts of a program that run at the same time."""
+    assert len(parts) - 1 == len(warps) == len(registers)
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def names_of(module: Any) -> dict[str, Any]:
@@ -183,3 +292,23 @@ def multiply_add(
 ) -> torch.Tensor:
     # In float64, whose order of sums no float32 number shows.
     return (total.double() + left.double() @ right.double()).float()
+
+
+def start_multiply_add(
+    left: torch.Tensor,
+    right: Shared,
+    total: torch.Tensor | Unfinished,
+    is_async: bool,
+    use_acc: bool = True,
+) -> Unfinished:
+    assert is_async
+    before = total.values if isinstance(total, Unfinished) else total
+    if not use_acc:
+        before = torch.zeros_like(before)
+    return Unfinished(multiply_add(left, right.values, before, "ieee"))
+
+
+def finish(count: int, deps: list[torch.Tensor | Unfinished]) -> torch.Tensor:
+    assert count >= 0
+    (sums,) = deps
+    return sums.values if isinstance(sums, Unfinished) else sums

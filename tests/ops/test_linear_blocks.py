@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from compiled_mtp.ops.blocks import KINDS, UNIT, Kind, pack, pack_scales, products, unpack, unpack_scales
 from compiled_mtp.ops.blocks import values as values_in_float32
-from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.k_splits import add_tree, count_k_splits
 from compiled_mtp.ops.linear_blocks import (
     block_rows,
     linear_blocks,
     linear_blocks_partials,
     linear_blocks_silu_mul,
-    product_kernel,
 )
-from compiled_mtp.ops.linear_blocks.config import BlocksTile, tile_of
-from compiled_mtp.ops.linear_blocks.product_kernel import blocks_kernel, launch_tile
 from compiled_mtp.ops.linear_blocks.values_kernel import values_of
 from compiled_mtp.ops.silu_mul import silu_mul
-from tests.ops import gluon_on_cpu
 from tests.ops.harness import check_launch, check_registration, check_row_invariance
+from tests.ops.left_on_cpu import put_on_cpu
 
 Weight = tuple[torch.Tensor, torch.Tensor, str]
 NAMES = tuple(KINDS)
-HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
-# Functions that reinterpret bits.
-INSTEAD = {
-    "as_float": lambda bits: bits.to(torch.int32).view(torch.float32),
-    "as_half": lambda bits: bits.to(torch.int16).view(torch.float16),
-}
-
-
-class OnCpu:
-    """Launches the kernel of products on a CPU."""
-
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
-        def launch(
-            *args: Any, num_warps: int, launch_pdl: bool, enable_fp_fusion: bool, **given: Any
-        ) -> None:
-            named = dict(zip(blocks_kernel.arg_names, args, strict=False))
-            gluon_on_cpu.run(blocks_kernel, grid, num_warps, INSTEAD, **named, **given)
-
-        return launch
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_kernel, "blocks_kernel", OnCpu())
-    monkeypatch.setattr(product_kernel, "device_of", lambda index: HOPPER)
+    put_on_cpu(monkeypatch)
 
 
 def random_fields(kind: Kind, n: int, units: int) -> torch.Tensor:
@@ -158,7 +132,7 @@ def test_rows_do_not_depend_on_their_number_on_a_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "NVFP4"])
 @pytest.mark.usefixtures("on_cpu")
-def test_programs_tiles_and_shards_have_the_same_bits_on_a_cpu(name: str) -> None:
+def test_programs_and_shards_have_the_same_bits_on_a_cpu(name: str) -> None:
     n, k, kind = 64, 1024, KINDS[name]
     weight = scaled_codes(name, n, k)
     x = torch.randn(5, k).bfloat16()
@@ -167,10 +141,6 @@ def test_programs_tiles_and_shards_have_the_same_bits_on_a_cpu(name: str) -> Non
     for count in (2, 4, 8):
         partials = linear_blocks_partials.launch(x, *weight, count)
         assert torch.equal(add_tree(partials).bfloat16(), whole)
-    # Chunks that do not divide the units, tiles that do not divide the weight's rows.
-    for tile in (BlocksTile(8, 32, 2, 2, 3), BlocksTile(16, 128, 4, 1, 4), BlocksTile(32, 64, 4, 3, 3)):
-        sums = launch_tile(tile, x, *weight, 8, torch.float32)
-        assert torch.equal(add_tree(sums).bfloat16(), whole)
     codes, (fields, factor) = unpack(weight[0], kind), unpack_scales(weight[1], kind)
     halves = [
         linear_blocks_partials.launch(
@@ -196,18 +166,6 @@ def test_gate_and_up_are_those_of_two_launches_on_a_cpu(name: str) -> None:
         weight = scaled_codes(name, n, 256)
         y = linear_blocks_silu_mul.launch(x, *weight)
         assert torch.equal(y, silu_mul.launch(linear_blocks.launch(x, *weight)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", [1, 9, 17, 33, 4096])
-@pytest.mark.parametrize("n", [16, 48, 34816])
-@pytest.mark.parametrize(("split", "gated"), [(1, False), (1, True), (8, False)])
-def test_tiles_fit(name: str, rows: int, n: int, split: int, gated: bool) -> None:
-    tile = tile_of(rows, n, split, gated, KINDS[name])
-    # The smallest shared memory of a supported GPU.
-    assert tile.shared_bytes(KINDS[name]) <= 99 * 1024
-    assert tile.block_n % (16 * tile.num_warps) == 0
-    assert not gated or tile.block_n == 32 * tile.num_warps
 
 
 def test_registration() -> None:

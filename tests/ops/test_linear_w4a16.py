@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.int4 import dequantize, pack, pack_groups, unpack, unpack_groups
 from compiled_mtp.ops.k_splits import add_tree, count_k_splits
-from compiled_mtp.ops.linear_w4a16 import (
-    few_rows_kernel,
-    linear_w4a16,
-    linear_w4a16_partials,
-    linear_w4a16_silu_mul,
-)
-from compiled_mtp.ops.linear_w4a16.config import FewRowsTile, W4A16Config, configuration, few_rows_tile
-from compiled_mtp.ops.linear_w4a16.few_rows_kernel import launch_few_rows, w4a16_few_rows_kernel
-from compiled_mtp.ops.linear_w4a16.kernel import launch_config, values_of
+from compiled_mtp.ops.linear_w4a16 import linear_w4a16, linear_w4a16_partials, linear_w4a16_silu_mul
+from compiled_mtp.ops.linear_w4a16.kernel import values_of
 from compiled_mtp.ops.silu_mul import silu_mul
-from tests.ops import gluon_on_cpu
 from tests.ops.harness import check_launch, check_registration, check_row_invariance
+from tests.ops.left_on_cpu import put_on_cpu
 
 Weight = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_cpu(monkeypatch)
 
 
 def four_bits(n: int, k: int, group: int = 128, dtype: torch.dtype = torch.float16) -> Weight:
@@ -54,7 +49,8 @@ def test_packing_is_reversed_and_keeps_every_value(group: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_kernels_in_interpreter(group: int, rows: int) -> None:
+@pytest.mark.usefixtures("on_cpu")
+def test_kernels_on_a_cpu(group: int, rows: int) -> None:
     weight, scale = four_bits(80, 256, group, torch.bfloat16 if rows == 5 else torch.float16)
     x = torch.randn(rows, 256).bfloat16()
     check_launch(linear_w4a16, (x, weight, scale, True), rtol=1e-4, atol=1e-4)
@@ -75,7 +71,8 @@ def test_a_prompt_is_multiplied_by_values_rounded_once_in_interpreter() -> None:
     assert torch.equal(sums[0], linear_w4a16.launch(x, weight, scale, False, True))
 
 
-def test_rows_do_not_depend_on_their_number_in_interpreter() -> None:
+@pytest.mark.usefixtures("on_cpu")
+def test_rows_do_not_depend_on_their_number_on_a_cpu() -> None:
     weight, scale = four_bits(96, 256)
     x = torch.randn(129, 256).bfloat16()
     sizes = (1, 16, 17, 64, 65, 128)
@@ -84,7 +81,8 @@ def test_rows_do_not_depend_on_their_number_in_interpreter() -> None:
     check_row_invariance(lambda rows: gated(x[:rows], weight, scale), sizes, 129)
 
 
-def test_programs_tiles_and_shards_have_the_same_bits_in_interpreter() -> None:
+@pytest.mark.usefixtures("on_cpu")
+def test_programs_and_shards_have_the_same_bits_on_a_cpu() -> None:
     n, k = 64, 1024
     weight, scale = four_bits(n, k)
     x = torch.randn(5, k).bfloat16()
@@ -93,8 +91,6 @@ def test_programs_tiles_and_shards_have_the_same_bits_in_interpreter() -> None:
     for count in (2, 4, 8):
         partials = linear_w4a16_partials.launch(x, weight, scale, count)
         assert torch.equal(add_tree(partials).bfloat16(), whole)
-    for tile in (W4A16Config(16, 1, 16, 2, 2), W4A16Config(16, 2, 32, 4, 3), W4A16Config(32, 1, 64, 4, 2)):
-        assert torch.equal(launch_config(tile, x, weight, scale, 1, 8, torch.bfloat16)[0], whole)
     halves = [
         linear_w4a16_partials.launch(
             x[:, own].contiguous(), pack(unpack(weight)[:, own]), scale[groups].contiguous(), 1, k
@@ -106,102 +102,12 @@ def test_programs_tiles_and_shards_have_the_same_bits_in_interpreter() -> None:
     assert torch.equal(rows, linear_w4a16.launch(x, weight, scale)[:, :32])
 
 
-def test_gate_and_up_are_those_of_two_launches_in_interpreter() -> None:
+@pytest.mark.usefixtures("on_cpu")
+def test_gate_and_up_are_those_of_two_launches_on_a_cpu() -> None:
     weight, scale = four_bits(64, 256)
     x = torch.randn(5, 256).bfloat16()
     y = linear_w4a16_silu_mul.launch(x, weight, scale)
     assert torch.equal(y, silu_mul.launch(linear_w4a16.launch(x, weight, scale)))
-
-
-class OnCpu:
-    """Launches the kernel of few rows on a CPU, with plain functions instead of inline assembly."""
-
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
-        def launch(
-            *args: Any, num_warps: int, launch_pdl: bool, enable_fp_fusion: bool, **given: Any
-        ) -> None:
-            named = dict(zip(w4a16_few_rows_kernel.arg_names, args, strict=False))
-            gluon_on_cpu.run(w4a16_few_rows_kernel, grid, num_warps, INSTEAD, **named, **given)
-
-        return launch
-
-
-def decode_words(words: torch.Tensor, minus: torch.Tensor, index: int) -> torch.Tensor:
-    """Bit field `index` of words, less the zero points."""
-    return ((words.int() >> 4 * index & 15) + minus.float() + 128).bfloat16()
-
-
-def scale_in(group: torch.Tensor, is_bf16: bool) -> torch.Tensor:
-    """The scale in the low half of a group's word."""
-    return group.to(torch.int16).view(torch.bfloat16 if is_bf16 else torch.float16).float()
-
-
-INSTEAD = {
-    "decode": decode_words,
-    "scale_of": scale_in,
-    "minus_of": lambda group: (group >> 16).to(torch.int16).view(torch.bfloat16),
-}
-HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
-
-
-# Units that no chunk divides, weight rows that no tile divides, one stage more than there are chunks.
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize(
-    ("rows", "n", "units", "split", "tile"),
-    [
-        (1, 48, 3, 1, FewRowsTile(8, 32, 2, 2, 3)),
-        (4, 80, 1, 8, FewRowsTile(8, 64, 2, 2, 3)),
-        (8, 64, 5, 1, FewRowsTile(8, 32, 2, 4, 3)),
-        (9, 96, 2, 2, FewRowsTile(16, 64, 2, 1, 4)),
-        (16, 32, 7, 1, FewRowsTile(16, 64, 4, 2, 6)),
-        (41, 48, 3, 1, FewRowsTile(32, 32, 2, 1, 3)),
-    ],
-)
-@pytest.mark.parametrize("gated", [False, True])
-def test_few_rows_have_the_sums_of_the_other_kernel(
-    group: int, rows: int, n: int, units: int, split: int, tile: FewRowsTile, gated: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Whole numbers and powers of two, whose sums are exact; around the rows lies NaN."""
-    k = 128 * units * split
-    if gated:
-        n, split = n // 32 * 32, 1
-    monkeypatch.setattr(few_rows_kernel, "w4a16_few_rows_kernel", OnCpu())
-    monkeypatch.setattr(few_rows_kernel, "device_of", lambda index: HOPPER)
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (n, k // group), dtype=torch.uint8)
-    scales = 2.0 ** torch.randint(-3, 3, (n, k // group))
-    weight, scale = pack(codes), pack_groups(scales.to(torch.bfloat16 if rows == 8 else torch.float16), zeros)
-    x = torch.full((rows + 2, k + 16), float("nan"), dtype=torch.bfloat16)[1 : rows + 1, :k]
-    x.copy_(torch.randint(-4, 5, x.shape))
-    got = launch_few_rows(tile, x, weight, scale, split, torch.float32, gated)
-    exact = x.float() @ dequantize(weight, scale).T
-    if gated:
-        gate, up = exact.chunk(2, -1)
-        torch.testing.assert_close(got[0], gate * torch.sigmoid(gate) * up)
-    else:
-        assert got.shape == (split, rows, n)
-        assert torch.equal(got.sum(0), exact)
-
-
-@pytest.mark.parametrize("rows", [1, 8, 9, 16])
-@pytest.mark.parametrize("n", [32, 1024, 5120, 16384, 34816])
-@pytest.mark.parametrize(("split", "gated"), [(1, False), (1, True), (8, False)])
-def test_tiles_of_few_rows_fit(rows: int, n: int, split: int, gated: bool) -> None:
-    tile = few_rows_tile(rows, n, split, gated)
-    assert tile.block_n % (16 * tile.num_warps) == 0
-    assert not gated or tile.block_n == 32 * tile.num_warps
-    # The smallest shared memory of a supported GPU.
-    assert tile.num_stages * tile.chunk * (tile.block_n * 64 + (8 if rows <= 8 else 16) * 256) <= 99 * 1024
-
-
-@pytest.mark.parametrize("rows", [1, 16, 17, 33, 4096])
-@pytest.mark.parametrize("n", [16, 48, 1024, 34816])
-@pytest.mark.parametrize("shared", [99, 163, 227])
-def test_tiles_fit(rows: int, n: int, shared: int) -> None:
-    tile = configuration(rows, n, 1, shared * 1024)
-    assert tile.num_stages * tile.stage_bytes() <= shared * 1024
-    assert tile.block_n <= n
 
 
 def test_registration() -> None:

@@ -97,7 +97,7 @@ export function withImages(text, images) {
 export function shown(images) {
   if (!images.length) return [];
   const row = document.createElement("div");
-  row.className = "shown";
+  row.className = "pictures";
   row.append(...images.map(thumbnail));
   return [row];
 }

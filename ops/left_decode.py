@@ -1,10 +1,12 @@
-"""Decodes parts of units of scaled codes (ops.blocks) in the registers of a tensor core's left operand.
+"""Decodes parts of units of packed codes in the registers of a tensor core's left operand.
 
-Two neighbouring columns share a register. Kinds that scale sums give the exact numbers q of their codes. The
-others give values, one float32 number s * q + o rounded once to bfloat16. A code in the last bits of
-float32's 2^23 is 2^23 + q, or 2^23 + 2^k q where it stays k bits higher: one subtraction gives q, and a power
-of two in the scale undoes the shift. FP4 is exact in bfloat16: exponent and mantissa of a code are those of a
-tiny number.
+A kind is a name in ops.blocks.KINDS, or INT4 or INT4_BF16: codes of ops.int4 with scales in float16 or
+bfloat16. Two neighbouring columns share a register. Kinds that scale sums give the exact numbers q of their
+codes, less their zero points. The others give values, one float32 number s * q + o rounded once to bfloat16.
+A code in the last bits of float32's 2^23 is 2^23 + q: one subtraction gives q. Codes with offsets need none:
+in the last bits of 0 a code is 2^-149 q, or 2^(k - 149) q where it stays k bits higher, and a power of two in
+the scale undoes that. No float32 scale is large enough for all of it; the sum lacks 2^48 (`finish`).
+FP4 is exact in bfloat16: exponent and mantissa of a code are those of a tiny number. NVFP4's sum lacks 2^16.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from compiled_mtp.ops.blocks import IQ4
-from compiled_mtp.ops.left_operand import spread
+from compiled_mtp.ops.left_operand import as_float, spread, weight_row
 
 # The bits of 2^23.
 MAGIC = "0x4B000000"
+
+
+@gluon.constexpr_function
+def is_int4(kind):
+    return kind in ("INT4", "INT4_BF16")
 
 
 @gluon.constexpr_function
@@ -47,13 +54,11 @@ def _scaled(inputs):
 
 @gluon.constexpr_function
 def _affine(inputs):
-    """The end of a program: two codes `low` and `high` in 2^23, scaled, moved and rounded.
+    """The end of a program: two codes `low` and `high` in the last bits of 0, scaled, moved and rounded.
 
     inputs: registers before the scales and the offsets of the two columns.
     """
     return f"""
-        sub.rn.f32 low, low, 0f4B000000;
-        sub.rn.f32 high, high, 0f4B000000;
         fma.rn.f32 low, low, ${inputs + 1}, ${inputs + 3};
         fma.rn.f32 high, high, ${inputs + 2}, ${inputs + 4};
         cvt.rn.bf16x2.f32 $0, high, low;
@@ -73,8 +78,8 @@ def _affine_in_place(index):
     return _program(
         f"""
         shr.u32 field, $1, 16;
-        lop3.b32 low, $1, {mask}, {MAGIC}, 0xea;
-        lop3.b32 high, field, {mask}, {MAGIC}, 0xea;
+        and.b32 low, $1, {mask};
+        and.b32 high, field, {mask};
         """
         + _affine(1)
     )
@@ -98,12 +103,12 @@ def _low_and_high_bits(bits, part, base):
 
 @gluon.constexpr_function
 def _affine_from_two_words(part):
-    """Codes of five bits. `prmt` takes bytes by number: 0 to 3 of a register, 4 to 7 of the next."""
+    """Codes of five bits."""
     return _program(
         _low_and_high_bits(1, part, 0)
-        + f"""
-        prmt.b32 low, field, {MAGIC}, 0x7410;
-        prmt.b32 high, field, {MAGIC}, 0x7432;
+        + """
+        and.b32 low, field, 0xffff;
+        shr.u32 high, field, 16;
         """
         + _affine(2)
     )
@@ -129,7 +134,8 @@ def _numbers_from_two_words(part):
 
 @gluon.constexpr_function
 def _bytes(index: int) -> str:
-    """Codes of eight bits, two in a word."""
+    """Codes of eight bits, two in a word. `prmt` takes bytes by number: 0 to 3 of a register, 4 to 7 of the
+    next."""
     first = index % 2
     return _program(
         f"""
@@ -153,21 +159,54 @@ def _looked_up(index: int) -> str:
 
 
 @gluon.constexpr_function
-def _fp4(index: int) -> str:
-    """Sign, exponent and mantissa moved to those of two bfloat16 numbers, which are multiplied by 2^126 and
-    by their scale."""
-    left, move = 12 - 4 * index, 6 - 4 * index
-    tiny = f"shl.b32 field, $1, {move};" if move >= 0 else f"shr.u32 field, $1, {-move};"
+def _less_zero_point(index: int) -> str:
+    """Codes of four bits in the last bits of bfloat16's 128, plus the number -(128 + z)."""
     return _program(
         f"""
+        shr.u32 field, $1, {4 * index};
+        lop3.b32 field, field, 0x000f000f, 0x43004300, 0xea;
+        mov.b32 low, 0x3f803f80;
+        fma.rn.bf16x2 $0, field, low, $2;
+        """
+    )
+
+
+@gluon.constexpr_function
+def _fp4(index: int) -> str:
+    """Sign, exponent and mantissa moved to those of two bfloat16 numbers `field`, 2^-126 times as large."""
+    left, move = 12 - 4 * index, 6 - 4 * index
+    tiny = f"shl.b32 field, $1, {move};" if move >= 0 else f"shr.u32 field, $1, {-move};"
+    return f"""
         shl.b32 high, $1, {left};
         {tiny}
         and.b32 high, high, 0x80008000;
         lop3.b32 field, field, 0x01C001C0, high, 0xea;
-        mov.b32 low, 0x7e807e80;
         mov.b32 high, 0x80008000;
+        """
+
+
+@gluon.constexpr_function
+def _mxfp4(index: int) -> str:
+    """Codes times 2^126 and their scale."""
+    return _program(
+        _fp4(index)
+        + """
+        mov.b32 low, 0x7e807e80;
         fma.rn.bf16x2 field, field, low, high;
         fma.rn.bf16x2 $0, field, $2, high;
+        """
+    )
+
+
+@gluon.constexpr_function
+def _nvfp4(index: int) -> str:
+    """Codes times 2^110 of their scale: an even slice's is the first of $2, an odd slice's the second."""
+    half = "0x3232" if index % 2 else "0x1010"
+    return _program(
+        _fp4(index)
+        + f"""
+        prmt.b32 low, $2, $2, {half};
+        fma.rn.bf16x2 $0, field, low, high;
         """
     )
 
@@ -208,6 +247,8 @@ IQ4_BYTES = gl.constexpr(
 @gluon.constexpr_function
 def program_of(kind, part):
     """The instructions for two neighbouring columns of part `part`."""
+    if is_int4(kind):
+        return _less_zero_point(part)
     if kind == "Q4_K":
         return _affine_in_place(part)
     if kind == "Q5_K":
@@ -220,16 +261,65 @@ def program_of(kind, part):
         return _bytes(part)
     if kind == "IQ4_XS":
         return _looked_up(part)
-    return _fp4(part if kind == "MXFP4" else part // 2)
+    return _mxfp4(part) if kind == "MXFP4" else _nvfp4(part // 2)
 
 
 @gluon.constexpr_function
 def constraints_of(kind):
-    """The registers of `program_of`: the words of two columns, then their scales, if it applies them."""
+    """The registers of `program_of`: words of two columns, then scales or zero points that it applies."""
     words = 2 if kind in ("Q5_K", "Q6_K", "IQ4_XS") else 1
-    scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 0, "Q4_0": 0}.get(kind, 2)
-    number = "r" if kind in ("NVFP4", "MXFP4") else "f"
+    scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 0, "Q4_0": 0, "INT4": 1, "INT4_BF16": 1}.get(kind, 2)
+    number = "r" if is_int4(kind) or kind in ("NVFP4", "MXFP4") else "f"
     return ",".join(["=&r", *["r"] * words, *[number] * scales])
+
+
+@gluon.constexpr_function
+def words_of_scales(kind, fields):
+    """Words of 32 bits that hold the scales of a unit of a row."""
+    return fields if is_int4(kind) else (fields + 1) // 2
+
+
+@gluon.jit
+def fields_of(weight_scale, row, n, FIELDS: gl.constexpr, KIND: gl.constexpr):
+    """Where the scales of weight rows `row` [BN] begin, and the words from one load to the next."""
+    if is_int4(KIND):
+        return weight_scale + row, n
+    else:
+        return weight_scale + row // 16 * (8 * FIELDS), n // 2 * FIELDS
+
+
+@gluon.jit
+def load_fields(
+    fields_at, row, step, first, last, COUNT: gl.constexpr, FIELDS: gl.constexpr, KIND: gl.constexpr
+):
+    """The words of the scales of units `first` to first + COUNT - 1, at most `last`.
+
+    fields_at, step: as `fields_of` returns them. row [BN]: the row in its block of 16. A single number comes
+    with its neighbour's.
+    """
+    fields = ()
+    for index in gl.static_range(COUNT):
+        unit = gl.minimum(first + index, last)
+        if is_int4(KIND):
+            for group in gl.static_range(FIELDS):
+                fields += (gl.load(fields_at + (unit * FIELDS + group) * step),)
+        else:
+            for pair in gl.static_range(FIELDS // 2):
+                fields += (gl.load(fields_at + unit * step + pair * 16 + row),)
+            if FIELDS % 2 == 1:
+                fields += (gl.load(fields_at + unit * step + FIELDS // 2 * 16 + row // 2),)
+    return fields
+
+
+@gluon.jit
+def own_fields(fields, row, FIELDS: gl.constexpr, KIND: gl.constexpr):
+    """The words of a unit's scales, without a neighbour's number."""
+    if FIELDS % 2 == 0 or is_int4(KIND):
+        return fields
+    else:
+        own = fields[: FIELDS // 2]
+        own += (fields[FIELDS // 2] >> (row % 2 * 16),)
+        return own
 
 
 @gluon.jit
@@ -281,27 +371,46 @@ def field_of(fields, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def as_float(bits):
-    """The float32 number that has these bits."""
-    return bits.to(gl.float32, bitcast=True)
+def as_bfloat16(bits):
+    """The bfloat16 number that has the lower 16 bits."""
+    return bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def as_half(bits):
-    """The float16 number that has the lower 16 bits."""
-    return bits.to(gl.int16).to(gl.float16, bitcast=True)
+def half_in(word, HIGH: gl.constexpr):
+    """The float16 number in the low or the high half of a word, as float32."""
+    half: gl.constexpr = "high" if HIGH else "low"
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, " + half + "; }",
+        "=f,r",
+        [word],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
 def half_of(fields, INDEX: gl.constexpr):
     """Number INDEX, a float16 number, as float32."""
-    return as_half(field_of(fields, INDEX)).to(gl.float32)
+    return half_in(fields[INDEX // 2], INDEX % 2 == 1)
 
 
 @gluon.jit
 def whole(bits, LESS: gl.constexpr):
     """bits - LESS as float32; bits below 2^23."""
     return as_float(bits | 0x4B000000) - (8388608.0 + LESS)
+
+
+@gluon.jit
+def signed_byte(word, INDEX: gl.constexpr):
+    """Byte INDEX of a word, -128 to 127, as float32."""
+    # Each byte with its sign bit inverted: more by 128.
+    bits = gl.inline_asm_elementwise(
+        f"prmt.b32 $0, $1, 0x4B000000, 0x744{INDEX};", "=r,r", [word ^ -0x7F7F7F80], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return as_float(bits) - 8388736.0
 
 
 @gluon.jit
@@ -316,18 +425,28 @@ def twelve_of(fields, SLICE: gl.constexpr):
 
 @gluon.jit
 def offset_of(fields, SLICE: gl.constexpr):
-    """o [BN] of a slice's columns, in float32."""
-    return 0.0 - half_of(fields, 1) * whole((twelve_of(fields, SLICE) >> 6) & 63, 0.0)
+    """2^-48 o [BN] of a slice's columns, in float32."""
+    # Six bits that stay where they are, 64 times as large.
+    return whole(twelve_of(fields, SLICE) & 0xFC0, 0.0) * (half_of(fields, 1) * (-(2.0**-54)))
+
+
+@gluon.jit
+def affine_scale_of(fields, SLICE: gl.constexpr, KIND: gl.constexpr):
+    """2^-48 s [BN] of a slice's columns, times the power of two that their codes lack."""
+    up: gl.constexpr = 2.0 ** (101 - (4 * SLICE if KIND == "Q4_K" else 0))
+    return whole(twelve_of(fields, SLICE) & 63, 0.0) * (half_of(fields, 0) * up)
 
 
 @gluon.jit
 def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
     """s [BN] of a slice's columns, or of one half of them, in float32."""
-    if KIND == "Q4_K" or KIND == "Q5_K":
-        return half_of(fields, 0) * whole(twelve_of(fields, SLICE) & 63, 0.0)
+    if KIND == "INT4":
+        return half_in(fields[SLICE * len(fields) // 4], False)
+    elif KIND == "INT4_BF16":
+        return as_float(fields[SLICE * len(fields) // 4] << 16)
     elif KIND == "Q6_K":
-        byte = (field_of(fields, 1 + SLICE) >> (8 * HALF)) & 0xFF
-        return half_of(fields, 0) * whole(byte ^ 128, 128.0)
+        word = fields[(1 + SLICE) // 2]
+        return half_of(fields, 0) * signed_byte(word, (1 + SLICE) % 2 * 2 + HALF)
     elif KIND == "IQ4_XS":
         six = (field_of(fields, 1 + SLICE // 2) >> (6 * (SLICE % 2))) & 63
         return half_of(fields, 0) * whole(six, 32.0)
@@ -336,23 +455,29 @@ def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr
 
 
 @gluon.constexpr_function
-def fp4_scale_program(kind, byte):
-    """The scale in byte `byte` of a word, as bfloat16, in both halves of a register."""
+def fp4_scale_program(kind, index):
+    """The scale in byte `index` of a word as bfloat16, in both halves of a register (MXFP4), or 2^110 times
+    the scales in bytes `index` and `index` + 2, one in each half (NVFP4)."""
     if kind == "MXFP4":
         return (
-            f"{{\n.reg .b32 zero;\nmov.b32 zero, 0;\nprmt.b32 $0, $1, zero, 0x{byte}4{byte}4;\n"
+            f"{{\n.reg .b32 zero;\nmov.b32 zero, 0;\nprmt.b32 $0, $1, zero, 0x{index}4{index}4;\n"
             "shr.u32 $0, $0, 1;\n}"
         )
+    moved = (
+        "shl.b32 sign, $1, 8;\nshl.b32 both, $1, 4;"
+        if index == 0
+        else "mov.b32 sign, $1;\nshr.u32 both, $1, 4;"
+    )
     return f"""
         {{
         .reg .b32 zero, both, sign;
-        mov.b32 zero, 0;
-        prmt.b32 both, $1, zero, 0x{byte}4{byte}4;
-        and.b32 sign, both, 0x80008000;
-        shr.u32 both, both, 4;
+        {moved}
+        and.b32 sign, sign, 0x80008000;
         lop3.b32 both, both, 0x07F007F0, sign, 0xea;
         mov.b32 sign, 0x7b807b80;
         mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 both, both, sign, zero;
+        mov.b32 sign, 0x76807680;
         fma.rn.bf16x2 $0, both, sign, zero;
         }}
         """
@@ -360,15 +485,16 @@ def fp4_scale_program(kind, byte):
 
 @gluon.jit
 def fp4_scale(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
-    """The scale [BN] of a slice's columns, or of one half of them, as two bfloat16 numbers in an int32."""
+    """The scale [BN] of a slice's columns, or of one half of them, as two bfloat16 numbers in an int32; of
+    NVFP4 for an even slice the first and for an odd slice the second of them."""
     if KIND == "NVFP4":
         word = fields[SLICE // 2]
-        byte: gl.constexpr = SLICE % 2 * 2 + HALF
+        index: gl.constexpr = HALF
     else:
         word = fields[0]
-        byte: gl.constexpr = SLICE
+        index: gl.constexpr = SLICE
     return gl.inline_asm_elementwise(
-        fp4_scale_program(KIND, byte), "=&r,r", [word], dtype=gl.int32, is_pure=True, pack=1
+        fp4_scale_program(KIND, index), "=&r,r", [word], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -385,22 +511,38 @@ def decode_part(codes, fields, PART: gl.constexpr, WIDTH: gl.constexpr, KIND: gl
         words = codes[SLICE // 2]
     else:
         words = codes[HALF]
-    if KIND == "Q4_0":
+    if is_int4(KIND):
+        inputs = (words, spread(as_bfloat16(fields[SLICE * len(fields) // 4] >> 16), words))
+    elif KIND == "Q4_0":
         inputs = (words,)
     elif KIND == "Q6_K":
         inputs = (words, codes[2])
     elif KIND == "NVFP4" or KIND == "MXFP4":
         inputs = (words, spread(fp4_scale(fields, SLICE, HALF, KIND), words))
+    elif KIND == "Q4_K" or KIND == "Q5_K":
+        s = spread(affine_scale_of(fields, SLICE, KIND), words)
+        o = spread(offset_of(fields, SLICE), words)
+        inputs = (words, codes[2], s, o) if KIND == "Q5_K" else (words, s, o)
     else:
-        s = scale_of(fields, SLICE, HALF, KIND)
-        if KIND == "Q4_K":
-            # The codes stay at their bits of the word.
-            s = s * (1.0 / (1 << (4 * SLICE)))
-            inputs = (words, spread(s, words), spread(offset_of(fields, SLICE), words))
-        elif KIND == "Q5_K":
-            inputs = (words, codes[2], spread(s, words), spread(offset_of(fields, SLICE), words))
-        else:
-            inputs = (words, spread(s, words))
+        inputs = (words, spread(scale_of(fields, SLICE, HALF, KIND), words))
     return gl.inline_asm_elementwise(
         program_of(KIND, PART), constraints_of(KIND), inputs, dtype=gl.bfloat16, is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def finish(
+    total, weight_scale, tile, n, all_units, layout: gl.constexpr, BN: gl.constexpr, FIELDS: gl.constexpr,
+    KIND: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """total [BN, BM] times what decoded values lack: a power of two, or the factor of each weight row, which
+    lies in the unit of scales behind the last."""
+    if KIND == "NVFP4":
+        row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, layout)), BN, GATED)
+        at = weight_scale + row // 16 * (8 * FIELDS) + row % 16 + all_units * (n // 2 * FIELDS)
+        factor = as_float(gl.load(at)) * 65536.0
+        return gl.fma(total, spread(factor, total), gl.zeros([BN, total.shape[1]], gl.float32, layout))
+    elif KIND == "Q4_K" or KIND == "Q5_K":
+        return total * 281474976710656.0
+    else:
+        return total

@@ -1,10 +1,9 @@
-"""x @ weight.T with a weight of scaled codes, which is decoded in the registers of the left operand
-(ops.left_operand).
+"""x @ weight.T with a weight in codes, decoded in the registers of the left operand (ops.left_operand).
 
-A step takes one unit of 128 columns (ops.blocks), in parts of 16 or 32 neighbouring columns that share a
-scale. Values are multiplied and added to the total in the tensor core, part after part. Where a kind scales
-sums, the tensor core sums the products of a part's numbers q alone; the sum times s is added to the total in
-float32. That order holds for every tile, so rows have the same bits in all of them.
+A step takes one unit of 128 columns, in parts of neighbouring columns that share a scale. Values are
+multiplied and added to the total in the tensor core, part after part. Where a kind scales sums, the tensor
+core sums the products of the numbers q of a scale's columns alone; the sum times the scale is added to the
+total in float32. That order holds for every tile and for `left_large_m`, so rows have the same bits in all.
 """
 
 from __future__ import annotations
@@ -16,9 +15,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.ops.blocks import KINDS, UNIT
 from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.left_config import LeftTile
+from compiled_mtp.ops.left_decode import (
+    decode_part,
+    fields_of,
+    finish,
+    load_codes,
+    load_fields,
+    own_fields,
+    scale_of,
+    words_of_scales,
+)
 from compiled_mtp.ops.left_operand import (
+    LeftWeight,
     copy_layout,
     copy_rows,
     copy_words,
@@ -26,33 +36,18 @@ from compiled_mtp.ops.left_operand import (
     spread,
     store_tile,
     weight_row,
+    words_above,
+    words_of_rows,
 )
-from compiled_mtp.ops.linear_blocks.config import BlocksTile
-from compiled_mtp.ops.linear_blocks.decode_left import as_float, decode_part, load_codes, scale_of
 
 OPTIONS = {"enable_fp_fusion": True}
-
-
-@gluon.jit
-def load_fields(fields_at, row, step, first, last, COUNT: gl.constexpr, FIELDS: gl.constexpr):
-    """The words of the scales of units `first` to first + COUNT - 1, at most `last`.
-
-    step: words from one unit to the next. A single number comes with its neighbour's.
-    """
-    fields = ()
-    for index in gl.static_range(COUNT):
-        unit_at = fields_at + gl.minimum(first + index, last) * step
-        for pair in gl.static_range(FIELDS // 2):
-            fields += (gl.load(unit_at + pair * 16 + row),)
-        if FIELDS % 2 == 1:
-            fields += (gl.load(unit_at + FIELDS // 2 * 16 + row // 2),)
-    return fields
+UNIT = 128
 
 
 @gluon.jit
 def add_unit(
     words, above, x, fields, row, total, layout: gl.constexpr, UNIT: gl.constexpr, WIDTH: gl.constexpr,
-    FIELDS: gl.constexpr, KIND: gl.constexpr, SCALES_SUMS: gl.constexpr,
+    FIELDS: gl.constexpr, KIND: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """total [BN, BM] plus the products of unit UNIT of a chunk in shared memory, part by part.
 
@@ -61,21 +56,21 @@ def add_unit(
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     codes = load_codes(words, above, row, UNIT, WIDTH, KIND, left)
-    if FIELDS % 2 == 1:
-        pairs = fields[: FIELDS // 2]
-        pairs += (fields[FIELDS // 2] >> (row % 2 * 16),)
-        fields = pairs
+    fields = own_fields(fields, row, FIELDS, KIND)
+    product = total
     for part in gl.static_range(128 // WIDTH):
         columns = x.slice(UNIT * 128 + part * WIDTH, WIDTH, 1).permute([1, 0]).load(right)
         decoded = decode_part(codes, fields, part, WIDTH, KIND)
-        if SCALES_SUMS:
-            zeros = gl.zeros([total.shape[0], total.shape[1]], gl.float32, layout)
-            product = mma_v2(decoded, columns, zeros, input_precision="ieee")
-            scale = scale_of(fields, part * WIDTH // 32, part * WIDTH % 32 // 16, KIND)
-            scale = gl.convert_layout(scale, gl.SliceLayout(1, layout), assert_trivial=True)
-            total = gl.fma(product, spread(scale, total), total)
-        else:
+        if PARTS == 0:
             total = mma_v2(decoded, columns, total, input_precision="ieee")
+        else:
+            if part % PARTS == 0:
+                product = gl.zeros([total.shape[0], total.shape[1]], gl.float32, layout)
+            product = mma_v2(decoded, columns, product, input_precision="ieee")
+            if part % PARTS == PARTS - 1:
+                scale = scale_of(fields, part * WIDTH // 32, part * WIDTH % 32 // 16, KIND)
+                scale = gl.convert_layout(scale, gl.SliceLayout(1, layout), assert_trivial=True)
+                total = gl.fma(product, spread(scale, total), total)
     return total
 
 
@@ -85,17 +80,18 @@ def sum_units(
     layout: gl.constexpr, words_layout: gl.constexpr, above_layout: gl.constexpr, rows_layout: gl.constexpr,
     CHUNK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
     FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, KIND: gl.constexpr,
-    SCALES_SUMS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Add `units` units from `first` on to total, chunk by chunk.
 
     The first STAGES - 1 chunks are on their way to shared memory; fields: those of the first chunk.
     """
-    PER_UNIT: gl.constexpr = (FIELDS + 1) // 2
+    PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
     end = first + units
     stage = 0
     for begin in range(0, units, CHUNK):
-        next_fields = load_fields(fields_at, row, step, first + begin + CHUNK, end - 1, CHUNK, FIELDS)
+        next_first = first + begin + CHUNK
+        next_fields = load_fields(fields_at, row, step, next_first, end - 1, CHUNK, FIELDS, KIND)
         async_copy.wait_group(STAGES - 2)
         own_words = words.index(stage)
         own_above = above.index(stage)
@@ -104,34 +100,12 @@ def sum_units(
             own = fields[unit * PER_UNIT : (unit + 1) * PER_UNIT]
             if EVEN or unit == 0:
                 total = add_unit(
-                    own_words,
-                    own_above,
-                    own_x,
-                    own,
-                    row,
-                    total,
-                    layout,
-                    unit,
-                    WIDTH,
-                    FIELDS,
-                    KIND,
-                    SCALES_SUMS,
+                    own_words, own_above, own_x, own, row, total, layout, unit, WIDTH, FIELDS, KIND, PARTS
                 )
             else:
                 if begin + unit < units:
                     total = add_unit(
-                        own_words,
-                        own_above,
-                        own_x,
-                        own,
-                        row,
-                        total,
-                        layout,
-                        unit,
-                        WIDTH,
-                        FIELDS,
-                        KIND,
-                        SCALES_SUMS,
+                        own_words, own_above, own_x, own, row, total, layout, unit, WIDTH, FIELDS, KIND, PARTS
                     )
         # The stage of the chunk before this one, which all warps have left.
         free = (stage + STAGES - 1) % STAGES
@@ -147,16 +121,16 @@ def sum_units(
 
 # Triton would compile other kernels for a value of 1 and for multiples of 16.
 @gluon.jit(do_not_specialize=["rows", "n", "units", "all_units"])
-def blocks_kernel(
+def left_kernel(
     x, weight, weight_scale, out, rows, n, x_stride, weight_stride, units, all_units,
     BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
     KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
-    BLOCK_WORDS: gl.constexpr, SCALES_SUMS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BM rows by a tile of BN weight rows, over one K split of `units` units.
 
-    all_units: units of a whole row. weight_scale: words of 32 bits. ABOVE: words of a row's unit behind those
-    of four bits. EVEN: `units` is a multiple of CHUNK. GATED: as `weight_row` has it.
+    all_units: units of a whole row. weight_scale: words of 32 bits. KIND to PARTS: the weight's LeftForm.
+    EVEN: `units` is a multiple of CHUNK. GATED: as `weight_row` has it.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -174,18 +148,14 @@ def blocks_kernel(
     shared_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, CHUNK * 128], memory_layout(CHUNK * 128))
     own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, words_layout)), BN, GATED)
     word = gl.arange(0, CHUNK * 32, gl.SliceLayout(0, words_layout))
-    words_at = weight + ((own_row // 16).to(gl.int64) * (16 * weight_stride) + own_row % 16 * 32)[:, None]
-    words_at += (word // 32 * BLOCK_WORDS + word % 32)[None, :]
+    words_at = words_of_rows(weight, own_row, weight_stride, word, 32, BLOCK_WORDS)
     above = words
     above_at = words_at
     if ABOVE > 0:
         above = gl.allocate_shared_memory(gl.int16, [STAGES, BN, CHUNK * ABOVE], memory_layout(CHUNK * ABOVE))
         own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, above_layout)), BN, GATED)
         word = gl.arange(0, CHUNK * ABOVE, gl.SliceLayout(0, above_layout))
-        # Two rows share the words of a fifth bit.
-        in_block = own_row % 16 // 2 if KIND == "Q5_K" else own_row % 16
-        above_at = weight + ((own_row // 16).to(gl.int64) * (16 * weight_stride) + in_block * ABOVE)[:, None]
-        above_at += (512 + word // ABOVE * BLOCK_WORDS + word % ABOVE)[None, :]
+        above_at = words_above(weight, own_row, weight_stride, word, ABOVE, BLOCK_WORDS, KIND)
     for chunk in gl.static_range(STAGES - 1):
         copy_words(words.index(chunk), words_at, first + chunk * CHUNK, end, words_layout, 32, BLOCK_WORDS)
         if ABOVE > 0:
@@ -194,9 +164,8 @@ def blocks_kernel(
             )
     own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
     in_block = own_row % 16
-    fields_at = weight_scale + own_row // 16 * (8 * FIELDS)
-    step = n // 2 * FIELDS
-    fields = load_fields(fields_at, in_block, step, first, end - 1, CHUNK, FIELDS)
+    fields_at, step = fields_of(weight_scale, own_row, n, FIELDS, KIND)
+    fields = load_fields(fields_at, in_block, step, first, end - 1, CHUNK, FIELDS, KIND)
     if PDL:
         gdc_wait()
         # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
@@ -209,44 +178,38 @@ def blocks_kernel(
     total = sum_units(
         words, above, shared_x, words_at, above_at, x_at, row < rows, fields_at, in_block, step, first,
         units, fields, gl.zeros([BN, BM], gl.float32, layout), layout, words_layout, above_layout,
-        rows_layout, CHUNK, STAGES, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, SCALES_SUMS,
+        rows_layout, CHUNK, STAGES, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
     )  # fmt: skip
     async_copy.wait_group(0)
-    if KIND == "NVFP4":
-        own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, layout)), BN, GATED)
-        factor_at = weight_scale + own_row // 16 * (8 * FIELDS) + own_row % 16 + all_units * step
-        factor = as_float(gl.load(factor_at))
-        total = gl.fma(total, spread(factor, total), gl.zeros([BN, BM], gl.float32, layout))
+    total = finish(total, weight_scale, tile, n, all_units, layout, BN, FIELDS, KIND, GATED)
     store_tile(total, out, tile, first_row, partial, rows, n, layout, BN, BM, GATED)
 
 
-def launch_tile(
-    tile: BlocksTile,
+def launch_left(
+    tile: LeftTile,
     x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    kind: str,
+    weight: LeftWeight,
     k_splits: int,
     dtype: torch.dtype,
     gated: bool = False,
 ) -> torch.Tensor:
     """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
-    (rows, k), n, form = x.shape, weight.shape[0], KINDS[kind]
+    (rows, k), n = x.shape, weight.words.shape[0]
     out = torch.empty((k_splits, rows, n // 2 if gated else n), dtype=dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     has_pdl = device_of(x.device.index).has_dependent_launch
     units = k // UNIT
-    blocks_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), k_splits)](
+    left_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), k_splits)](
         x,
-        weight,
-        weight_scale.view(-1).view(torch.int32),
+        weight.words,
+        weight.scales,
         out,
         rows,
         n,
         # One row may have any stride; another value would compile another kernel.
         x.stride(0) if rows > 1 else k,
-        weight.stride(0),
+        weight.words.stride(0),
         units // k_splits,
         units,
         BM=tile.block_m,
@@ -254,12 +217,7 @@ def launch_tile(
         CHUNK=tile.chunk,
         STAGES=tile.num_stages,
         EVEN=units // k_splits % tile.chunk == 0,
-        KIND=kind,
-        WIDTH=form.width,
-        FIELDS=form.fields,
-        ABOVE={5: 16, 6: 16, 8: 32}.get(form.bits, 0),
-        BLOCK_WORDS=16 * form.words,
-        SCALES_SUMS=form.scales_sums,
+        **weight.form.constants(),
         GATED=gated,
         PDL=has_pdl,
         num_warps=tile.num_warps,

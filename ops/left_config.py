@@ -1,0 +1,126 @@
+"""Which tile a product with decoded weight rows on the left has. No tile changes a bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Of an H100's and an H200's 132 processors: of fewer programs a tile is too large.
+MIN_PROGRAMS = 120
+GROUP_ROWS = 64
+"""Weight rows of a warp group of a large-M product."""
+
+# Of an H100 and an H200.
+PROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class LeftForm:
+    """How a weight's codes are stored and decoded.
+
+    kind: a name that ops.left_decode knows. width: neighbouring columns that are decoded at a time. words:
+    words of a unit of a row. above: those of them that hold what codes have above four bits. fields: numbers
+    of scales of a unit of a row; of INT4, groups of a unit. parts_per_scale: how many times `width` columns
+    share a scale that multiplies their sum; 0 where it multiplies values.
+    """
+
+    kind: str
+    width: int
+    words: int
+    above: int
+    fields: int
+    parts_per_scale: int
+
+    def constants(self) -> dict[str, Any]:
+        """The kernels' arguments of these names."""
+        return {
+            "KIND": self.kind,
+            "WIDTH": self.width,
+            "FIELDS": self.fields,
+            "ABOVE": self.above,
+            "BLOCK_WORDS": 16 * self.words,
+            "PARTS": self.parts_per_scale,
+        }
+
+
+@dataclass(frozen=True)
+class LeftTile:
+    """One launch configuration of `left_kernel`.
+
+    A tile has `block_m` rows and `block_n` weight rows, one or more blocks of 16 for each warp. chunk: units
+    that a stage of shared memory holds.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    chunk: int
+    num_stages: int
+
+    def shared_bytes(self, form: LeftForm) -> int:
+        """Shared memory of a program: rows in bfloat16, words."""
+        return self.num_stages * self.chunk * (self.block_m * 256 + self.block_n * 2 * form.words)
+
+
+@dataclass(frozen=True)
+class LargeMTile:
+    """One launch configuration of `left_large_m_kernel`.
+
+    A tile has `block_m` rows, and 64 weight rows for each of `groups` warp groups. registers: those of a
+    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory.
+    """
+
+    block_m: int
+    groups: int
+    registers: int
+    num_stages: int
+
+    def shared_bytes(self, form: LeftForm) -> int:
+        """Shared memory of a program: rows in bfloat16, words."""
+        return self.num_stages * (self.block_m * 256 + self.groups * GROUP_ROWS * 2 * form.words)
+
+
+def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> LeftTile:
+    """The tile for `rows` rows of a weight of `n` rows, whose K `split` programs sum: measured on an H100 at
+    27B's sizes with 4 to 128 rows."""
+    if rows > 32:
+        return LeftTile(64, 128, 4, 1, 3)
+    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    if form.kind.startswith("INT4") and block_m < 32:
+        if gated or -(-n // 64) * split >= 4 * MIN_PROGRAMS:
+            return LeftTile(8, 64, 2, 2, 3) if block_m == 8 else LeftTile(16, 64, 2, 1, 4)
+        return LeftTile(8, 32, 2, 4, 3) if block_m == 8 else LeftTile(16, 64, 4, 2, 6)
+    stages = 3 if block_m == 32 else 4
+    if gated:
+        return LeftTile(8, 128, 4, 1, 4) if block_m == 8 else LeftTile(block_m, 64, 2, 1, stages)
+    if -(-n // 64) * split < MIN_PROGRAMS:
+        return LeftTile(block_m, 32, 2, 1, stages)
+    # Longer chunks of more bits, or of more rows with offsets, take registers that programs lack.
+    if form.words == 32 and (block_m == 8 or (block_m == 16 and form.kind != "Q4_K")):
+        return LeftTile(block_m, 64, 4, 2, 3)
+    return LeftTile(block_m, 64, 4, 1, stages)
+
+
+# Tiles by their rows, and the cycles that a unit of one takes.
+LARGE_M_TILES = {
+    32: {LargeMTile(32, 5, 88, 4): 900, LargeMTile(32, 3, 152, 4): 700, LargeMTile(32, 2, 232, 4): 600},
+    64: {LargeMTile(64, 3, 152, 4): 1300, LargeMTile(64, 2, 232, 4): 1000},
+    128: {LargeMTile(128, 2, 232, 4): 1500},
+}
+
+
+def large_m_tile(rows: int, n: int, split: int, form: LeftForm) -> LargeMTile:
+    """The tile for 17 rows and more of a weight of `n` rows on Hopper, whose K `split` programs sum.
+
+    Of the tiles for these rows, the one whose rounds of all processors take the least time: a unit's cycles
+    are measured on an H200.
+    """
+    is_pipelined = form.parts_per_scale in (0, 128 // form.width)
+    block_m = 32 if rows <= 32 else 64 if rows <= 64 or not is_pipelined else 128
+    tiles = LARGE_M_TILES[block_m] if is_pipelined else {LargeMTile(block_m, 2, 232, 4): 1000}
+
+    def time(tile: LargeMTile) -> int:
+        programs = -(-n // (GROUP_ROWS * tile.groups)) * -(-rows // block_m) * split
+        return -(-programs // PROCESSORS) * tiles[tile]
+
+    return min(tiles, key=time)

@@ -1,0 +1,40 @@
+"""Products of decoded weight rows on a GPU: every tile of both kernels has the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_mtp.ops.left_config import LargeMTile, LeftTile, large_m_tile, left_tile
+from compiled_mtp.ops.left_large_m import launch_left_large_m
+from compiled_mtp.ops.left_operand import LeftWeight
+from compiled_mtp.ops.left_product import launch_left
+from tests.ops.test_left_product import NAMES, random_weight
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 16, 17, 24, 32, 33, 64, 65, 128, 129)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("n", "units", "split", "gated"), [(1120, 7, 8, False), (1120, 41, 1, True)])
+def test_every_tile_of_both_kernels_has_the_same_bits(
+    name: str, n: int, units: int, split: int, gated: bool
+) -> None:
+    torch.manual_seed(n + units)
+    k = 128 * units * split
+    weight = random_weight(name, n, k)
+    weight = LeftWeight(weight.words.cuda(), weight.scales.cuda(), weight.form)
+    x = torch.randn(129, k, device="cuda").bfloat16()
+    whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, split, torch.float32, gated)
+    assert whole.isfinite().all()
+    for tile in {left_tile(rows, n, split, gated, weight.form) for rows in ROWS}:
+        for rows in ROWS:
+            got = launch_left(tile, x[:rows], weight, split, torch.float32, gated)
+            assert torch.equal(got, whole[:, :rows]), (tile, rows)
+    large = {LargeMTile(32, 2, 232, 4), *(large_m_tile(rows, n, split, weight.form) for rows in ROWS)}
+    for other in large if HOPPER else ():
+        for rows in ROWS:
+            got = launch_left_large_m(other, x[:rows], weight, split, torch.float32, gated)
+            assert torch.equal(got, whole[:, :rows]), (other, rows)

@@ -1,0 +1,94 @@
+"""Products of decoded weight rows: every tile of both kernels has the same bits, and fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_mtp.ops.blocks import KINDS, pack, pack_scales
+from compiled_mtp.ops.int4 import dequantize, pack_groups
+from compiled_mtp.ops.int4 import pack as pack_int4
+from compiled_mtp.ops.left_config import LargeMTile, LeftForm, LeftTile, large_m_tile, left_tile
+from compiled_mtp.ops.left_large_m import launch_left_large_m
+from compiled_mtp.ops.left_operand import LeftWeight
+from compiled_mtp.ops.left_product import launch_left
+from compiled_mtp.ops.linear_blocks.kernel import form_of
+from compiled_mtp.ops.linear_w4a16.kernel import left_weight
+from tests.ops.left_on_cpu import put_on_cpu
+from tests.ops.test_linear_blocks import random_fields
+
+INT4 = {f"int4 g{128 // groups}": groups for groups in (1, 2, 4)}
+NAMES = (*KINDS, *INT4)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_cpu(monkeypatch)
+
+
+def form_named(name: str) -> LeftForm:
+    if name in INT4:
+        return LeftForm("INT4", 32, 32, 0, INT4[name], 4 // INT4[name])
+    return form_of(name)
+
+
+def random_weight(name: str, n: int, k: int) -> LeftWeight:
+    if name in INT4:
+        size = (n, k // 128 * INT4[name])
+        groups = pack_groups((torch.rand(size) * 0.02).bfloat16(), torch.randint(0, 17, size))
+        return left_weight(pack_int4(torch.randint(0, 16, (n, k), dtype=torch.uint8)), groups)
+    kind = KINDS[name]
+    codes = torch.randint(0, 1 << kind.bits, (n, k), dtype=torch.uint8)
+    factor = torch.rand(n) if kind.has_factor else None
+    scales = pack_scales(random_fields(kind, n, k // 128), kind, factor)
+    return LeftWeight(pack(codes, kind), scales.view(-1).view(torch.int32), form_of(name))
+
+
+def rows_in_nan(rows: int, k: int) -> torch.Tensor:
+    """Rows with NaN around them, at a stride that tiles can be moved from."""
+    x = torch.full((rows + 2, k + 16), float("nan"), dtype=torch.bfloat16)[1 : rows + 1, :k]
+    return x.copy_(torch.randn(rows, k))
+
+
+# Chunks that do not divide the units, tiles that divide neither the rows nor the weight's, and one stage more
+# than there are units.
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_tile_of_both_kernels_has_the_same_bits(name: str, gated: bool) -> None:
+    n, units, split, rows = (96, 3, 1, 41) if gated else (80, 5, 2, 41)
+    x, weight = rows_in_nan(rows, 128 * units * split), random_weight(name, n, 128 * units * split)
+    whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, split, torch.float32, gated)
+    assert whole.shape == (split, rows, n // 2 if gated else n)
+    assert whole.isfinite().all()
+    for tile in (LeftTile(16, 128, 4, 1, 4), LeftTile(32, 64, 4, 3, 3)):
+        assert torch.equal(launch_left(tile, x, weight, split, torch.float32, gated), whole), tile
+    for large in (LargeMTile(32, 2, 232, 4), LargeMTile(64, 2, 232, 2)):
+        assert torch.equal(launch_left_large_m(large, x, weight, split, torch.float32, gated), whole), large
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_whole_numbers_have_exact_sums(groups: int, dtype: torch.dtype) -> None:
+    n, k, rows = 48, 384, 19
+    size = (n, k // 128 * groups)
+    codes, zeros = torch.randint(0, 16, (n, k), dtype=torch.uint8), torch.randint(0, 17, size)
+    words = pack_int4(codes), pack_groups((2.0 ** torch.randint(-3, 3, size)).to(dtype), zeros)
+    x = torch.randint(-4, 5, (rows, k)).bfloat16()
+    exact = x.float() @ dequantize(*words).T
+    weight = left_weight(*words)
+    assert torch.equal(launch_left(LeftTile(8, 64, 4, 1, 3), x, weight, 1, torch.float32)[0], exact)
+    large = launch_left_large_m(LargeMTile(32, 2, 232, 3), x, weight, 1, torch.float32)
+    assert torch.equal(large[0], exact)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 9, 17, 33, 65, 4096])
+@pytest.mark.parametrize("n", [16, 48, 5120, 34816])
+@pytest.mark.parametrize(("split", "gated"), [(1, False), (1, True), (8, False)])
+def test_tiles_fit(name: str, rows: int, n: int, split: int, gated: bool) -> None:
+    form = form_named(name)
+    tile = left_tile(rows, n, split, gated, form)
+    # The smallest shared memory of a supported GPU, and Hopper's.
+    assert tile.shared_bytes(form) <= 99 * 1024
+    assert tile.block_n % (16 * tile.num_warps) == 0
+    assert large_m_tile(rows, n, split, form).shared_bytes(form) <= 227 * 1024 - 2048
