@@ -20,16 +20,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from compiled_mtp.errors import check_type, quote
+from compiled_mtp.errors import check, check_type, quote
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.vision.images import PreparedImage
 
 if TYPE_CHECKING:  # Its module imports torch.
     from compiled_mtp.spec.engine_stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_OPEN = 128
+DEFAULT_MAX_OPEN = 512
 DEFAULT_STREAM_BUFFER = 1024
+DEFAULT_IMAGE_BYTES = 4 * 2**30
 # Every shape is compiled before the first step, so the longest step is a prefill chunk: seconds on a GPU, and
 # about four minutes for 512 tokens of a 27B model on a CPU with two cores.
 DEFAULT_STEP_TIMEOUT_S = 300.0
@@ -113,11 +115,14 @@ class Stream:
         loop: asyncio.AbstractEventLoop,
         limit: int,
         num_choices: int,
+        image_bytes: int = 0,
     ) -> None:
         self.request_id = ""
         self.is_aborted = False
         self.loop = loop
         self.num_choices = num_choices
+        # Those of its pixels.
+        self.image_bytes = image_bytes
         # Choices whose last outputs have not reached the stepping thread, and this stream.
         self.num_running = num_choices
         self._num_due = num_choices
@@ -183,9 +188,10 @@ class Stream:
 class AsyncEngine:
     """Steps an engine in a thread of its own; requests are added, read and aborted from any event loop.
 
-    max_open bounds the choices that run or wait, and stream_buffer the unread outputs of one choice. An
-    engine whose step has run for more than `step_timeout_s` seconds is hung: it takes no request until that
-    step ends. Owns the engine: nothing else may call it, and `close` closes it too.
+    max_open bounds the choices that run or wait, max_image_bytes the pixels of their prepared images, which
+    are kept until the request ends, and stream_buffer the unread outputs of one choice. An engine whose step
+    has run for more than `step_timeout_s` seconds is hung: it takes no request until that step ends. Owns the
+    engine: nothing else may call it, and `close` closes it too.
     """
 
     def __init__(
@@ -193,6 +199,7 @@ class AsyncEngine:
         engine: SteppedEngine,
         *,
         max_open: int = DEFAULT_MAX_OPEN,
+        max_image_bytes: int = DEFAULT_IMAGE_BYTES,
         stream_buffer: int = DEFAULT_STREAM_BUFFER,
         step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
         observer: Observer | None = None,
@@ -203,6 +210,7 @@ class AsyncEngine:
         if not step_timeout_s > 0:
             raise ValueError(f"step_timeout_s must be above 0, got {step_timeout_s}; raise it")
         self.max_open = max_open
+        self._max_image_bytes = max_image_bytes
         self.stats = engine.stats()
         self._engine = engine
         self._observer = observer
@@ -216,6 +224,7 @@ class AsyncEngine:
         # Guards the fields below, and the inbox: no command may enter it after the stepping thread has ended.
         self._lock = threading.Lock()
         self._num_open = 0
+        self._image_bytes = 0
         self._closing: EngineStoppedError | None = None
         self._is_stopping = False
         self._stopped: EngineStoppedError | None = None
@@ -286,10 +295,14 @@ class AsyncEngine:
     async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
         """Add several requests; if one of them is refused, none. Raises as `add`."""
         loop = asyncio.get_running_loop()
-        streams = [Stream(self._abort, loop, self._stream_buffer, _count_choices(one)) for one in requests]
+        streams = [
+            Stream(self._abort, loop, self._stream_buffer, _count_choices(one), count_image_bytes(one))
+            for one in requests
+        ]
         num_choices = sum(stream.num_choices for stream in streams)
         with self._lock:
             self._check_open(num_choices)
+            check_image_bytes(streams, self._image_bytes, self._max_image_bytes)
             self._register(streams, requests)
             # One job, so that the engine numbers the requests in their order.
             adding = self._adders.submit(self._add_in_order, streams, requests)
@@ -436,6 +449,7 @@ class AsyncEngine:
             names[name] = stream
         self._streams.update(names)
         self._num_open += sum(stream.num_choices for stream in streams)
+        self._image_bytes += sum(stream.image_bytes for stream in streams)
 
     def _forget(self, stream: Stream) -> None:
         """Close the stream of a request that was not added."""
@@ -444,6 +458,7 @@ class AsyncEngine:
                 del self._streams[stream.request_id]
             if self._stopped is None:
                 self._num_open -= stream.num_choices
+                self._image_bytes -= stream.image_bytes
 
     # The methods below run in the stepping thread.
 
@@ -487,7 +502,7 @@ class AsyncEngine:
 
     def _dispatch(self, outputs: Sequence[RequestOutput]) -> None:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]] = {}
-        num_ended = 0
+        num_ended = image_bytes = 0
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -497,11 +512,13 @@ class AsyncEngine:
                 stream.num_running -= 1
                 if not stream.num_running:
                     del self._streams[output.request_id]
+                    image_bytes += stream.image_bytes
                 num_ended += 1
                 self._mean_total_s += (output.metrics.total_s - self._mean_total_s) / 16
         if num_ended:
             with self._lock:
                 self._num_open -= num_ended
+                self._image_bytes -= image_bytes
         for loop, batch in batches.items():
             if not _call(loop, _deliver, batch):
                 for stream, _ in batch:
@@ -530,7 +547,7 @@ class AsyncEngine:
         with self._lock:
             self._stopped = error
             streams, self._streams = list(self._streams.values()), {}
-            self._num_open = 0
+            self._num_open = self._image_bytes = 0
         self._adders.shutdown(wait=False)
         for stream in streams:
             _call(stream.loop, stream.fail, type(error)(*error.args))
@@ -541,6 +558,26 @@ def _count_choices(request: Mapping[str, Any]) -> int:
     check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
     check_type("request_id", request.get("request_id"), str, "leave it out for a new id")
     return 1 if params is None else int(params.n)
+
+
+def count_image_bytes(request: Mapping[str, Any]) -> int:
+    """Return the bytes of the pixels of a request's prepared images."""
+    images = request.get("images") or ()
+    return sum(len(image.pixels) for image in images if isinstance(image, PreparedImage))
+
+
+def check_image_bytes(streams: Sequence[Stream], num_open: int, most: int) -> None:
+    """Raise unless the images of new streams fit beside those of open ones, num_open bytes, into `most`.
+
+    Raises ValueError for images that never do, QueueFullError for others.
+    """
+    more = sum(stream.image_bytes for stream in streams)
+    rule, got = f"have at most {most} bytes of pixels (max_image_bytes)", f"{more} bytes"
+    check(more <= most, "images", rule, got, "send fewer or smaller ones")
+    if num_open + more > most:
+        raise QueueFullError(
+            f"open requests must {rule}, got {num_open} and {more} more; try again later", retry_after_s=1
+        )
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:

@@ -35,7 +35,7 @@ ENV_PREFIX = "COMPILED_MTP_"
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
 # max_batch: its limit, its default, and the largest default on a GPU.
-MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 256, 8, 32
+MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 256, 8, 256
 # The remedy for a checkpoint without an MTP head.
 HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of
@@ -187,8 +187,8 @@ class EngineConfig(BaseSettings):
     )
     kv_dtype: Literal["auto", "float8_e4m3fn"] = Field(
         default="auto",
-        description="dtype of cached keys and values: auto for the activations', float8_e4m3fn for half of "
-        "bfloat16's memory at some precision",
+        description="dtype of cached keys and values: auto for that of the activations; float8_e4m3fn "
+        "takes half of bfloat16's memory and rounds more",
     )
     weight_recipe: Literal["auto", "w8a8", "w8a16"] = Field(
         default="auto",
@@ -212,20 +212,20 @@ class EngineConfig(BaseSettings):
         ge=1,
         le=MOST_BATCH,
         description=f"the most requests decoded together, 1 to {MOST_BATCH}; default: {DEFAULT_BATCH}, on a "
-        f"GPU up to {DEFAULT_GPU_BATCH} if its memory holds 4,096 tokens of each",
+        f"GPU up to {DEFAULT_GPU_BATCH} if its memory has room for 4,096 tokens of each request",
         json_schema_extra=NOT_TRACED,
     )
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
-        description="batch sizes with a compiled shape of their own, separated by commas; default: doubling "
-        "up to max_batch",
+        description="batch sizes with a compiled shape of their own, separated by commas; default: 1, 2, 4 "
+        "and so on up to max_batch, from 32 on also the middle between two",
         json_schema_extra=NOT_TRACED,
     )
     max_model_len: int | None = Field(
         default=None,
         ge=2,
-        description="the most tokens of prompt and output together; default: the checkpoint's limit. The "
-        "tokens that num_blocks hold bound it too",
+        description="the most tokens of prompt and output together; default: the checkpoint's limit; "
+        "num_blocks may lower it",
     )
     block_size: int = Field(
         default=64, ge=16, multiple_of=16, description="tokens of a KV block, a multiple of 16"
@@ -234,14 +234,14 @@ class EngineConfig(BaseSettings):
         default=0.85,
         gt=0,
         le=1,
-        description="share of the memory that is free after the weights that caches get; activations get the "
-        "rest",
+        description="share of the free memory, after the weights are loaded, that caches take; activations "
+        "get the rest",
         json_schema_extra=NOT_TRACED,
     )
     num_blocks: int | None = Field(
         default=None,
         ge=2,
-        description="KV blocks; default: what free memory holds",
+        description="KV blocks; default: as many as fit into free memory",
         json_schema_extra=NOT_TRACED,
     )
     offload_gb: float | None = Field(
@@ -273,8 +273,8 @@ class EngineConfig(BaseSettings):
     )
     prefix_cache: bool = Field(
         default=True,
-        description="resume prompts from what earlier prompts left; without it each is prefilled from its "
-        "beginning",
+        description="resume a prompt near the point where it differs from earlier ones; without it each is "
+        "prefilled from its beginning",
         json_schema_extra=NOT_TRACED,
     )
     prefix_cache_gb: float | None = Field(
@@ -313,7 +313,7 @@ class EngineConfig(BaseSettings):
         default=1280 * 1024,
         ge=1024,
         le=1 << 24,
-        description="pixels of an image, at most; a larger one is shrunk; 1024 pixels become a token",
+        description="the most pixels of an image; a larger one is shrunk; 1024 pixels become a token",
         json_schema_extra=NOT_TRACED,
     )
     draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
@@ -324,9 +324,9 @@ class EngineConfig(BaseSettings):
     )
     lookup: Literal["auto", "off"] = Field(
         default="off",
-        description="auto to take drafts from the request's own text too, where its last tokens stood "
-        "before: for edits, quotes and agents; up to 15 of them, unless max_batch is given above 8; no token "
-        "depends on it",
+        description="auto to draft also what followed the last tokens where they occur earlier in the "
+        "request's text, for edits, quotes and agents; up to 15 drafts, unless max_batch is given above 8; "
+        "no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
     draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
@@ -340,8 +340,8 @@ class EngineConfig(BaseSettings):
         default=None,
         ge=0,
         lt=2**63,
-        description="seed of requests without one, 0 to 2**63 - 1: the first to arrive has it, the seeds of "
-        "the others are derived from it and their number; default: from the operating system",
+        description="seed for requests that have none, 0 to 2**63 - 1: the first of them gets it, the seeds "
+        "of the others follow from it and their number; default: from the operating system",
         json_schema_extra=NOT_TRACED,
     )
     scoring: bool = Field(

@@ -262,7 +262,8 @@ class StepResult:
     for a chain's; else empty. copies_done: ids of complete copies. copies_failed: ids of copies that never
     began because there was no memory for their target. logprobs: those of token_ids, if the plan wants them,
     else empty; prompt_logprobs: those of plan.next_ids. is_late: the device finished at an unknown time
-    before the host read the result. With an error, none of the plan's copies still runs.
+    before the host read the result, as a CPU always does. With an error, none of the plan's copies still
+    runs.
     """
 
     plan: StepPlan

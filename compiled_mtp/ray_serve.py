@@ -61,6 +61,9 @@ def app(args: Mapping[str, Any]) -> Any:
     serve = _import_ray("ray.serve")
     settings, server, engine = split_args(args)
     engine, gpus = _choose_devices(settings, engine)
+    if server.media_root is not None:
+        # The ingress has a working directory of its own too.
+        server = server.model_copy(update={"media_root": server.media_root.expanduser().absolute()})
     scale: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.autoscaling_config is not None:
         scale = {
@@ -81,7 +84,13 @@ def app(args: Mapping[str, Any]) -> Any:
             "request_router_kwargs": {"max_imbalance": settings.max_imbalance},
         },
         **scale,
-    ).bind(engine.model_dump(mode="json"), server.max_open, server.stream_buffer, server.step_timeout_s)
+    ).bind(
+        engine.model_dump(mode="json"),
+        server.max_open,
+        server.max_image_bytes,
+        server.stream_buffer,
+        server.step_timeout_s,
+    )
     return serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
@@ -136,7 +145,12 @@ class EngineReplica:
     """The deployment that decodes: one engine, stepped in a thread of its own."""
 
     def __init__(
-        self, engine_fields: Mapping[str, Any], max_open: int, stream_buffer: int, step_timeout_s: float
+        self,
+        engine_fields: Mapping[str, Any],
+        max_open: int,
+        max_image_bytes: int,
+        stream_buffer: int,
+        step_timeout_s: float,
     ) -> None:
         from compiled_mtp.engine import Engine
 
@@ -154,6 +168,7 @@ class EngineReplica:
         self._engine = AsyncEngine(
             engine,
             max_open=max_open,
+            max_image_bytes=max_image_bytes,
             stream_buffer=stream_buffer,
             step_timeout_s=step_timeout_s,
             observer=metrics,
@@ -238,6 +253,7 @@ class Ingress:
         frontend = open_frontend(config)
         if frontend.tokenizer is None:
             raise ValueError(f"model must hold a tokenizer.json, got {frontend.path}; download it whole")
+        vision = frontend.model_config.vision
         described = await self._engines.describe.remote()
         streaming = self._engines.options(method_name="decode", stream=True)
         self._engine = ReplicatedEngine(
@@ -249,10 +265,18 @@ class Ingress:
             chunk=config.resolve_prefill_chunk("cpu", frontend.model_config),
             num_chunks=settings.prefix_chunks,
             max_open=server.max_open,
+            max_image_bytes=server.max_image_bytes,
             stream_buffer=server.stream_buffer,
+            image_token_id=None if vision is None else vision.image_token_id,
         )
         service = assemble_service(
-            self._engine, self._metrics, frontend.tokenizer, frontend.path, described["max_model_len"], server
+            self._engine,
+            self._metrics,
+            frontend.tokenizer,
+            frontend.path,
+            described["max_model_len"],
+            server,
+            (vision, frontend.max_images),
         )
         _set_bounds(counts, self._engine, service.prompts, server.max_open)
         period_s = settings.stats_period_s

@@ -414,8 +414,9 @@ class Request:
             # A stop that cut the round cut its bonus token off.
             if has_bonus and num_kept == len(token_ids):
                 num_kept -= 1
-            source = LOOKED_UP if is_looked_up else 0
-            rounds.append(source + max(num_drafts, num_kept) * _MOST_KEPT + num_kept)
+            rounds.append(max(num_drafts, num_kept) * _MOST_KEPT + num_kept)
+            if is_looked_up:
+                rounds[-1] += LOOKED_UP
         self.metrics = new_tuple(RequestMetrics, (history, len(rounds), len(output), total_s))
         if self.finish_reason is not None:
             text += self.finish(self.finish_reason)

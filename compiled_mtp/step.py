@@ -135,7 +135,7 @@ class Step(nn.Module):
         sampled = self.draw_window(logits=logits, state_index=state_index, window=window)
 
         # 4. Accept the leading drafts with d_k == y_{k-1}; the y after them is the bonus token. Commit: base
-        #    becomes pos, and pos moves past the new tokens.
+        #    becomes pos if the verify stored the states, and pos moves past the new tokens.
         accepted = self.accept_and_commit(state_index=state_index, window=window, sampled=sampled)
 
         # 5. Make the draft's KV true for every row, then draft d_1 .. d_S2 from the bonus token. Drafts from
@@ -212,6 +212,7 @@ class Step(nn.Module):
             forced_ids=self.slots.forced_ids,
             token_ids=self.slots.token_ids,
             matched=self.slots.matched,
+            max_unfolded=self.state_cache.max_unfolded,
         )
 
     def round_tokens(self, sampled: Sampled, accepted: Accepted) -> torch.Tensor:

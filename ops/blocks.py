@@ -198,12 +198,17 @@ def _half(fields: Tensor) -> Tensor:
     return fields.contiguous().view(torch.float16).float()
 
 
+def _shifts(device: torch.device) -> Tensor:
+    """0, 4 and 8. A list's numbers would have to be copied to a GPU, and the caller to wait for it."""
+    return torch.arange(0, 12, 4, device=device)
+
+
 def _affine_scales(fields: Tensor) -> tuple[Tensor, Tensor]:
     """d, dmin, and 12 bits for each slice: its scale of six bits, then its minimum. Those of the last slice
     lie in the four high bits of the others."""
     both = _half(fields[..., :2])
     twelve = fields[..., 2:].int() & 0xFFFF
-    last = (twelve >> 12 << torch.tensor([0, 4, 8], device=fields.device)).sum(-1, keepdim=True)
+    last = (twelve >> 12 << _shifts(fields.device)).sum(-1, keepdim=True)
     own = torch.cat((twelve & 0xFFF, last), -1)
     return both[..., :1] * (own & 63).float(), -(both[..., 1:] * (own >> 6).float())
 
@@ -214,7 +219,7 @@ def pack_affine(d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> Tensor
     d, dmin [...]: float16; scales, mins [..., 4]: 0 to 63, of any integer dtype.
     """
     own = scales.int() | mins.int() << 6
-    high = own[..., 3:] >> torch.tensor([0, 4, 8], device=own.device) & 15
+    high = own[..., 3:] >> _shifts(own.device) & 15
     twelve = (own[..., :3] | high << 12).to(torch.int16)
     return torch.cat((torch.stack((d, dmin), -1).view(torch.int16), twelve), -1)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +24,47 @@ SHARED_BYTES = {
 def shared_bytes_of(capability: tuple[int, int]) -> int:
     """Return the bytes of shared memory that a program may use on GPUs of a compute capability."""
     return SHARED_BYTES.get(capability, 99 * 1024)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What decides how weights are stored on a GPU: its compute capability, and the bytes of its memory that
+    the process may take."""
+
+    capability: tuple[int, int]
+    total_bytes: int
+
+
+_ASSUMED: ContextVar[GPU | None] = ContextVar("assumed GPU", default=None)
+
+
+@contextmanager
+def assume(gpu: GPU | None) -> Iterator[None]:
+    """Let the functions below describe another GPU, which the machine need not have; None for its own."""
+    token = _ASSUMED.set(gpu)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def is_assumed() -> bool:
+    """Whether a GPU is assumed."""
+    return _ASSUMED.get() is not None
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, or of the GPU that is assumed."""
+    gpu = _ASSUMED.get()
+    return torch.cuda.get_device_capability(device) if gpu is None else gpu.capability
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes, free or not, that this process may take of a CUDA device, or of the one assumed."""
+    if (gpu := _ASSUMED.get()) is not None:
+        return gpu.total_bytes
+    share = torch.cuda.memory.get_per_process_memory_fraction(device)
+    return int(share * torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(frozen=True)

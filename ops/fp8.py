@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from compiled_mtp.ops.device import capability_of
+
 FP8_BLOCK = 128
 LARGEST = 448.0  # of e4m3
 # The largest magnitude of a group counts as at least this: float32 can then divide by the group's factor.
@@ -67,4 +69,4 @@ def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def converts_fp8(device: torch.device) -> bool:
     """Return whether kernels of `device` can convert e4m3: GPUs from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and capability_of(device) >= (8, 9)

@@ -2,6 +2,9 @@
 
 A record of a token is (k after l2norm, u = beta * (v - read), exp(g)). A record is applied to a state as
 `S <- exp(g) S + u k^T`, both when a token is computed and when it is folded in later: the bits are the same.
+
+So a round may leave records unfolded, which saves the write of a state: `gdn_verify` folds them again into
+the copy that it steps over. It stores a state once its ring would not hold the next window.
 """
 
 from __future__ import annotations

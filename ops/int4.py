@@ -58,9 +58,22 @@ def unpack_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales.contiguous(), (minus.contiguous().view(torch.int16) & 127).to(torch.uint8)
 
 
+def values_of_rows(words: torch.Tensor, groups: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the exact float32 values [n, K] of the rows `ids` [n] int64; see `dequantize`."""
+    blocks = words.view(words.shape[0] // ROWS, -1, ROWS, _WORDS)
+    units = blocks[ids // ROWS, :, ids % ROWS]
+    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)[:, None]
+    codes = ((units[:, :, None] >> shifts) & 15).to(torch.uint8).flatten(1)
+    return _scaled(codes, groups[:, ids])
+
+
 def dequantize(words: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Return the exact float32 values [N, K] of words [N, K / 4] with groups [K / group, N, 2]."""
-    codes, (scales, zeros) = unpack(words), unpack_groups(groups)
+    return _scaled(unpack(words), groups)
+
+
+def _scaled(codes: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    scales, zeros = unpack_groups(groups)
     group = codes.shape[1] // scales.shape[1]
     whole = codes.unflatten(1, (-1, group)).float() - zeros[..., None].float()
     return (whole * scales[..., None].float()).flatten(1)

@@ -8,10 +8,11 @@
 
 Prompts come from a file: .jsonl with a prompt or messages per line, else one prompt. --lengths PROMPT:OUTPUT
 sends random token ids instead, with lognormal lengths of these means, and counts the end token as any other.
-Its line is a row that another engine's can stand beside: name the engine, the device, the shape and the
-weights with --row. --beside FILE prints the saved rows of the same load. The exact-match run asks
-the questions of {"prompt": ..., "answer": ...} at temperature 0 of two servers (of mtp_step 3 and 0), counts
-the outputs that begin with their answer, and fails unless all outputs are equal. Needs httpx.
+The result is a row of JSON, to which --row adds the engine, the device, the shape and the weights. --beside
+FILE prints saved rows of the same load next to it.
+--exact-match FILE sends the prompts of {"prompt": ..., "answer": ...} to two servers at temperature 0, for
+example one with mtp_step 3 and one with 0. It counts the outputs that begin with their answer, and fails
+unless all outputs are equal. Needs httpx.
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
     spec, step, mtp_step = runner.spec, runner.step, runner.step.mtp_step
     config, rows = spec.model, batch * (mtp_step + 1)
     embedding = step.target.embed.weight
-    codes = step.target.head_codes
-    head_bytes = step.target.head_weight.nbytes if codes is None else codes[0].nbytes + codes[1].nbytes
+    head_bytes = step.target.head_bytes
     # Of drafts' own weights, the names of those that are FP8 now.
     rounded = spec.drafts.formats(config, spec.weight_formats).keys() - spec.weight_formats.keys()
 

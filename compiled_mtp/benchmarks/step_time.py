@@ -4,30 +4,33 @@
     compiled-mtp bench step --shape 27b --mtp-step 3 --batch 1 --context 131072 --graph-mode uncompiled
     compiled-mtp bench step --shape 27b --mtp-step 3 --batch 1,32 --tensor-parallel 2
 
-Random weights, synthetic acceptance, the real engine loop. Prints a table and one JSON line per row:
-milliseconds per step (median and 90th percentile of the wall clock between steps), the floor (bytes that the
-step must read and write, over the read bandwidth measured in the same run), the floor with drafts in the
-weights' own dtype (`--draft-dtype weights` has no other), the ratio to the first, the roof (the larger of the
-weights' bytes and of the tensor cores' time at the rates of torch's products, measured in the same run, plus
-the time of all other bytes) and the ratio to it, host microseconds
-per step (median, least and most: another process on the cores shows in it), the share of the step in which
-the GPU idles, kernels per step, tokens per second, and milliseconds per token of one request. A shape whose
-decode rows are not bit-equal between the timed buckets gets no row.
+Weights are random and acceptance is synthetic; the engine's loop is the real one. Prints a table and one
+JSON line per row:
+- milliseconds per step: median and 90th percentile of the wall clock between steps;
+- the floor: the bytes that the step must read and write, over the read bandwidth measured in the same run;
+- a second floor, for drafts in the weights' own dtype (not with `--draft-dtype weights`), and the ratio of
+  the step to the first;
+- the roof, and the ratio to it: the larger of the time of the weights' bytes and the tensor cores' time at
+  the rates of torch's products, measured in the same run, plus the time of all other bytes;
+- host microseconds per step: median, least and most; another process on the cores shows in them;
+- the share of the step in which the GPU idles, kernels per step, tokens per second, and milliseconds per
+  token of one request.
+A shape whose decode rows are not bit-equal between the timed buckets gets no row.
 
---tensor-parallel N times one GPU and then N of them: a row's `of_one` is its step over that of one GPU, and
-`communicator_ms` the time of a step on the first GPU in the communicator's kernels, waiting for peers
-included. A kernel that is launched early first waits for the one before it: only the time after that kernel's
-end counts. Rows of several GPUs have no floor: the other ranks do not run the launches that measure it.
+--tensor-parallel N times one GPU and then N of them. A row's `of_one` is its step over that of one GPU.
+`communicator_ms` is the time that a step on the first GPU spends in the communicator's kernels, waits for
+peers included. A kernel that is launched early first waits for the one before it; only the time after that
+counts. Rows of several GPUs have no floor, because the other ranks do not run the launches that measure it.
 
 --beside FILE adds to each row the time of another engine, or of another commit, on the same kind of GPU. The
 file holds one JSON object per line, as this tool prints them, with at least the fields of SAVED_FIELDS; lines
 that do not begin with "{" are ignored. Several rows of one case are several measurements: the table shows the
 least and the most.
 
-The engine prefills a context from random ids; one of more than 4,096 tokens in chunks of 2,048 (27B: 131,072
-tokens are 64 launches; their keys and values take 9.1 GB). Batches that do not fit into the GPU's memory get
-no row, and a line that says so. One depth, one batch and --graph-mode uncompiled
-are the quickest way to a figure; kernels that Inductor would fuse are then launched singly.
+The engine prefills a context from random ids. It prefills more than 4,096 tokens in chunks of 2,048: on 27B,
+131,072 tokens are 64 launches, and their keys and values take 9.1 GB. A batch that does not fit into the
+GPU's memory gets no row, and a line that says so. The quickest way to a figure is one depth, one batch and
+--graph-mode uncompiled; kernels that Inductor would fuse are then launched singly.
 """
 
 from __future__ import annotations
@@ -172,7 +175,7 @@ def check_rows(runner: Runner, batches: list[int]) -> None:
         for batch in batches:
             part = module.parts.product(x[: batch * width], *module.codes, False)
             assert torch.equal(part, whole[: batch * width]), f"rows of {columns} columns depend on M"
-    if target.head_codes is None:
+    if not target.is_head_packed:
         weights[target.head_weight.shape] = (target.head_weight, None)
     for weight, scale in weights.values():
         columns = weight.shape[1] * (4 if weight.dtype == torch.int16 else 1)

@@ -7,6 +7,7 @@ from torch import nn
 
 from compiled_mtp.cache.stacked import stack
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.ops.device import capability_of
 from compiled_mtp.ops.fp8 import converts_fp8
 
 KV_SCALE_BYTES = 4
@@ -20,7 +21,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     if name == "auto":
         return dtype
     if device.type == "cuda" and not converts_fp8(device):
-        major, minor = torch.cuda.get_device_capability(device)
+        major, minor = capability_of(device)
         raise ValueError(
             f"kv_dtype must be auto below compute capability 8.9, got {name} on {major}.{minor}; "
             "use kv_dtype=auto or a newer GPU"

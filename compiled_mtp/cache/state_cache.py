@@ -4,7 +4,9 @@ Verification does not write a state per row of the window. The state is valid fo
 indexed by absolute position mod `ring_length` hold the entries of later tokens (k after l2norm,
 u = beta (v - read), exp(g)) and the raw inputs of the convolution. The next verification folds [base, pos)
 into the state, so a rejection only changes an integer: rejected entries are overwritten. A request has one
-state, however many drafts a round verifies; only its rings grow with that number.
+state, however many drafts a round verifies; only its rings grow with that number. A round on a
+GPU stores a folded state only if the ring has no room for the next window (`max_unfolded`), and base stays
+where it is otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class GDNLayer(nn.Module):
 
     state [slots, nv, dv, dk], ring_k [slots, nk, R, dk], ring_u [slots, nv, R, dv], ring_g [slots, nv, R]
     (exp(g)), all float32; conv_ring [slots, R, C] in the model's dtype. Views of memory that all layers
-    share. Only operators touch them.
+    share. Only operators touch them. max_unfolded: as `gdn_verify` takes it.
     """
 
     state: torch.Tensor
@@ -44,8 +46,9 @@ class GDNLayer(nn.Module):
     ring_g: torch.Tensor
     conv_ring: torch.Tensor
 
-    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, own: Mapping[str, torch.Tensor], max_unfolded: int) -> None:
         super().__init__()
+        self.max_unfolded = max_unfolded
         for name, tensor in own.items():
             self.register_buffer(name, tensor)
 
@@ -62,6 +65,9 @@ class StateCache(nn.Module):
     ) -> None:
         super().__init__()
         self.ring_length = ring = ring_length(max_drafts, config.conv_kernel)
+        # Unfolded entries and the next window then fit into the ring: a window has at most half its length. A
+        # CPU folds in place, where an unfolded state would be a copy more.
+        self.max_unfolded = 0 if device.type == "cpu" else ring // 2
         num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
         dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
 
@@ -78,7 +84,7 @@ class StateCache(nn.Module):
         }
         # Views are made once: the compiler would have to trace through a view made in forward.
         self.layers = nn.ModuleList(
-            GDNLayer({name: tensor[index] for name, tensor in self._stacks.items()})
+            GDNLayer({name: tensor[index] for name, tensor in self._stacks.items()}, self.max_unfolded)
             for index in range(config.num_gdn_layers)
         )
 

@@ -11,6 +11,7 @@ import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compiled_mtp.config import EngineConfig
@@ -162,9 +163,18 @@ class Conversation:
 
     def show(self, path: str) -> None:
         """Send the image in the file `path` with the next message; report one that cannot be sent."""
-        frontend = self._engine.frontend
+        frontend, most = self._engine.frontend, self._engine.frontend.max_images
+        if not path:
+            say("error: /image must come with a file; write /image FILE")
+            return
+        if most and self._num_images >= most:
+            # A chat repeats its images with every message.
+            say(f"error: images of a chat must be at most {most} (max_images), got one more; write /clear")
+            return
         try:
-            (image,) = prepare_images([path], frontend.model_config.vision, frontend.max_images)
+            # A dropped file's path comes in quotes; no shell has read it.
+            file = Path(path.strip("'\"")).expanduser()
+            (image,) = prepare_images([file], frontend.model_config.vision, most)
         except ValueError as error:
             say(f"error: {error}")
             return
@@ -191,6 +201,12 @@ class Conversation:
             thought = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
             self._messages = [*messages, {"role": "assistant", "content": reply.content, **thought}]
         say(_describe(last))
+
+    @property
+    def _num_images(self) -> int:
+        contents = [message["content"] for message in self._messages]
+        sent = sum(len(content) - 1 for content in contents if isinstance(content, list))
+        return sent + len(self._images)
 
     def _content_of(self, text: str) -> Any:
         parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self._images]

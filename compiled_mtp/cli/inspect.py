@@ -1,29 +1,32 @@
 """`compiled-mtp inspect`: what a checkpoint's files hold, and how it would run on this machine.
 
     compiled-mtp inspect CHECKPOINT
+    compiled-mtp inspect CHECKPOINT --memory-gib 24 --max-batch 4
 
 Prints the family and the sizes, the formats of the weights by kind of module, whether the checkpoint has an
-MTP head, which weights are multiplied out while they are loaded, and the memory that the weights take. Reads
-only headers and scales, not the weights. If the engine would refuse the checkpoint, one line on standard
-error says why, and the exit code is 2.
+MTP head, which weights are multiplied out while they are loaded, the memory that the weights take, and the
+slots and tokens that the caches then hold, as an engine with the same flags would have them. Reads only
+headers and scales, not the weights. If the engine would refuse the checkpoint, one line on standard error
+says why, and the exit code is 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.model_config import ModelConfig, RopeScaling
 from compiled_mtp.models.catalogue import read_stored
-from compiled_mtp.models.draft_vocabulary import choose_draft_ids
-from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.headers import read_visual_headers
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.lora import read_adapter
@@ -33,15 +36,19 @@ from compiled_mtp.models.weight_format import (
     describe_kept,
     describe_recipe,
     packed_names,
-    resolve_recipe,
 )
-from compiled_mtp.models.weights import check_weights, count_weights, multiplied_out, read_formats
+from compiled_mtp.models.weights import check_weights, multiplied_out
+from compiled_mtp.ops.device import GPU, assume, is_assumed, memory_of
 from compiled_mtp.runner.device_memory import free_device_bytes
+from compiled_mtp.runner.forecast import draft_head_bytes, forecast, parameter_bytes
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.spec import resolve_device
+from compiled_mtp.runner.memory import MemoryPlan
+from compiled_mtp.runner.spec import EngineSpec, resolve
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
-from compiled_mtp.terminal.flags import Parser
+from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given
 
+# `checkpoint` is the model.
+_SKIPPED = ("model",)
 # A weight's kind is the first whose pattern matches its name.
 _KINDS: Mapping[str, str] = {
     "embedding and head": r"^(embed_tokens|lm_head)\.",
@@ -55,7 +62,7 @@ _KINDS: Mapping[str, str] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 2 for a refused checkpoint, 130 for Ctrl-C or 143 for SIGTERM."""
-    return run_command(lambda _: _inspect(make_parser().parse_args(argv)))
+    return run_command(lambda _: _inspect(make_parser().read(argv)))
 
 
 def make_parser() -> Parser:
@@ -65,25 +72,70 @@ def make_parser() -> Parser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = EngineConfig()
     described = "a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B; default: the one that ships"
-    parser.add_argument("checkpoint", nargs="?", default=str(default.model), help=described)
-    parser.add_argument("--device", default=default.device, help="auto, cpu or cuda (default: %(default)s)")
-    parser.add_argument("--lora", type=Path, help=EngineConfig.model_fields["lora"].description)
+    default = str(EngineConfig.model_fields["model"].default)
+    parser.add_argument("checkpoint", nargs="?", default=default, help=described)
+    parser.add_argument(
+        "--memory-gib",
+        type=_gib,
+        metavar="N",
+        help="for a GPU of which the engine may take N GiB: a card's size, less about 0.6 for CUDA itself",
+    )
+    parser.add_argument(
+        "--compute-capability",
+        type=_capability,
+        metavar="X.Y",
+        help="of that GPU: 8.6 for an RTX 3090, 8.9 for an RTX 4090, 9.0 for an H100 (default: that of the "
+        "GPU here, else 9.0)",
+    )
+    add_fields(parser, "engine", EngineConfig, skip=_SKIPPED, common=COMMON_ENGINE)
     return parser
 
 
-def _inspect(flags: argparse.Namespace) -> int:
+def _gib(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+# argparse puts these names into its errors.
+_gib.__name__, _capability.__name__ = "GiB", "compute capability"
+
+
+def _inspect(flags: dict[str, Any]) -> int:
     stdout = check_stdout()
-    config = EngineConfig(model=flags.checkpoint, device=flags.device, lora=flags.lora)
+    gpu = _asked_gpu(flags)
+    config = EngineConfig(**given(flags, EngineConfig, skip=_SKIPPED), model=flags["checkpoint"])
     path = find_checkpoint(config.model, is_offline=config.offline)
-    model = read_model_config(path)
+    model = read_model_config(path, max_pixels=config.vision_pixels)
     weights = read_stored(path)
     lines = (*describe_model(model), *describe_files(weights), *describe_tower(path))
     write_text(stdout, "".join(f"{line}\n" for line in lines))
     # Last: this raises ValueError for a checkpoint that the engine refuses.
-    write_text(stdout, "".join(f"{line}\n" for line in describe_run(config, model, path, weights)))
+    with assume(gpu):
+        for line in describe_run(config.settle(model, path), model, path, weights):
+            write_text(stdout, f"{line}\n")
     return EXIT_OK
+
+
+def _asked_gpu(flags: Mapping[str, Any]) -> GPU | None:
+    """The GPU that the flags describe; None for the machine's own devices."""
+    gib, capability = flags["memory_gib"], flags["compute_capability"]
+    if gib is None:
+        remedy = "give both, or neither for the devices here"
+        check(capability is None, "compute-capability", "come with --memory-gib", "it alone", remedy)
+        return None
+    device = flags.get("device", "cuda")
+    check(device != "cpu", "device", "be cuda, or left out, beside --memory-gib", device, "leave it out")
+    if capability is None:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return GPU(capability, int(gib * 2**30))
 
 
 def describe_model(model: ModelConfig) -> Iterator[str]:
@@ -132,40 +184,53 @@ def describe_tower(path: Path) -> Iterator[str]:
 def describe_run(
     config: EngineConfig, model: ModelConfig, path: Path, weights: Mapping[str, StoredWeight]
 ) -> Iterator[str]:
-    """Yield lines on how the weights run and the memory they take. Raises ValueError if they are refused."""
-    device = resolve_device(config.device)
-    dtype = getattr(torch, config.resolve_dtype(device.type, model))
-    recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    formats = read_formats(model, path, device, recipe, dtype, config.tensor_parallel)
-    with_mtp = bool(model.mtp_num_layers)
-    free = free_device_bytes(device) if device.type == "cuda" else available_bytes()
-    drafts = DraftPlan()
-    if with_mtp:
-        ids = choose_draft_ids(config.draft_vocab, model.vocab_size, model.eos_token_ids)
-        world, asked = config.tensor_parallel, config.draft_dtype
-        drafts = plan_drafts(asked, model, ids, formats, dtype=dtype, device=device, world=world)
-    head_bytes = drafts.head_bytes(model.vocab_size, model.hidden_size, dtype.itemsize)
-    in_memory = drafts.formats(model, formats)
-    needed = count_weights(model, weights, in_memory, dtype, with_mtp=with_mtp) + head_bytes
+    """Yield lines on how the weights run, the memory they take, and the caches that fit beside them.
+
+    The device is the machine's, or that of `assume`. Raises ValueError for what an engine would refuse.
+    """
+    spec = resolve(config, model, model.vocab_size)
+    formats, drafts = spec.weight_formats, spec.drafts
     kept: dict[str, list[str]] = {}
     for parameter, form in formats.items():
         if form.has_factors:
             for name in packed_names(form) if form.is_packed else ("FP8",):
                 kept.setdefault(name, []).append(parameter)
     packed = multiplied_out(model, weights, formats)
-    name = str(dtype).removeprefix("torch.")
-    yield f"runs        on {device.type}, in {name}{describe_recipe(recipe, formats)}"
+    name = str(spec.dtype).removeprefix("torch.")
+    yield f"runs        on {spec.device.type}, in {name}{describe_recipe(spec.weight_recipe, formats)}"
     for kind, names in kept.items():
         yield f"kept        {describe_kept(names)} in {kind}"
     if packed:
         before = sum(weight.num_bytes for weight in packed)
         yield f"multiplied  {len(packed)} weights of {_mib(before)}, while they are loaded"
+    world = config.tensor_parallel
+    head_bytes = draft_head_bytes(spec, model.vocab_size // world)
     if described := drafts.describe(head_bytes).removeprefix(", drafts "):
         yield f"drafts      {described}"
-    yield f"memory      {_mib(needed)} of weights, {_mib(free)} free; caches come on top"
     if config.lora is not None:
         yield f"adapter     {read_adapter(config.lora).describe()}"
-    check_weights(model, path, formats, dtype, with_mtp=with_mtp, free_bytes=free, lora=config.lora)
+    needed, free = parameter_bytes(spec) + head_bytes, _free_bytes(spec)
+    each = f" on each of {world} ranks" if world > 1 else ""
+    yield f"memory      {_mib(needed)} of weights{each}, {_mib(free)} free"
+    sizes: dict[str, Any] = {"with_mtp": spec.mtp_step > 0, "free_bytes": free, "world": world}
+    check_weights(model, path, formats, spec.dtype, **sizes, lora=config.lora)
+    memory = forecast(spec, free_bytes=free, host_bytes=available_bytes() // world)
+    yield from describe_caches(spec, memory)
+
+
+def describe_caches(spec: EngineSpec, memory: MemoryPlan) -> Iterator[str]:
+    """Yield lines on the caches: the slots, and the tokens of all requests together and of one."""
+    blocks, size = memory.num_blocks - 1, spec.config.block_size
+    caches = f"{memory.max_batch} slots, {blocks * size} tokens in {blocks} blocks"
+    yield f"caches      {caches}, {memory.num_snapshots} state snapshots: {_mib(memory.total_bytes)}"
+    yield f"request     at most {memory.max_model_len} tokens of the checkpoint's {spec.max_model_len}"
+
+
+def _free_bytes(spec: EngineSpec) -> int:
+    """What an engine finds free of its device."""
+    if spec.device.type == "cpu":
+        return available_bytes() // spec.config.tensor_parallel
+    return memory_of(spec.device) if is_assumed() else free_device_bytes(spec.device)
 
 
 def _kind_of(name: str) -> str:

@@ -55,6 +55,15 @@ class Job:
     is_written: bool = False
 
     @property
+    def num_images(self) -> int:
+        """Return the number of images in its messages."""
+        messages = [one for one in self.prompt.get("messages", ()) if isinstance(one, dict)]
+        contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+        parts = [part for content in contents for part in content if isinstance(part, dict)]
+        kinds = ("image", "image_url")
+        return sum(part.get("type") in kinds or any(kind in part for kind in kinds) for part in parts)
+
+    @property
     def has_begun(self) -> bool:
         """Return whether the job has results: tokens, or an end that is not an abort."""
         return bool(self.token_ids) or self.finish_reason not in (None, "abort")
@@ -89,17 +98,6 @@ def jobs_of_texts(texts: Sequence[str], sampling: dict[str, Any], images: Sequen
         for index, text in enumerate(texts)
     ]
     return _with_choices(jobs)
-
-
-def count_images(jobs: Sequence[Job]) -> int:
-    """Return the most images of a request."""
-    counts = [0]
-    for job in jobs:
-        messages = [one for one in job.prompt.get("messages", ()) if isinstance(one, dict)]
-        contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
-        parts = [part for content in contents for part in content if isinstance(part, dict)]
-        counts.append(sum(part.get("type") in ("image", "image_url") for part in parts))
-    return max(counts)
 
 
 def _prompt_of(text: str, images: Sequence[str]) -> dict[str, Any]:

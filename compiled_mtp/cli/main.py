@@ -13,7 +13,7 @@ COMMANDS = {
     "chat": "talk with a checkpoint in the terminal",
     "serve": "serve OpenAI's and Anthropic's APIs (extra `server`)",
     "export": "compile every shape into a file, from which engines start without compiling",
-    "inspect": "say what a checkpoint's files hold, how it runs here, and what memory its weights take",
+    "inspect": "say what a checkpoint's files hold, how it runs, and what its weights and caches take",
     "quantize": "write a bfloat16 checkpoint as one in FP8",
     "rank-vocabulary": "rank ids by how often they occur in text, for --draft-vocab",
     "bench": "measure a service under load, or a decode step on a GPU",

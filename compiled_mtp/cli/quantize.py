@@ -118,6 +118,9 @@ def quantize_checkpoint(
     Raises ValueError for a checkpoint that the engine does not read, that is quantised already or in which a
     matrix to convert is not finite, and for an `out` that exists or has no room.
     """
+    is_folder = source.suffix != ".gguf"
+    remedy = "give the checkpoint from which the file was converted"
+    check(is_folder, "checkpoint", "be a directory of safetensors files", str(source), remedy)
     config, counts = read_model_config(source), Counts()
     # Not by config.json alone: the files may hold quantised weights that it does not mention.
     is_plain = not config.quantized and all(

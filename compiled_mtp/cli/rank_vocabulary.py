@@ -84,7 +84,8 @@ def _rank(flags: argparse.Namespace) -> int:
     config = EngineConfig(model=flags.model)
     model = find_checkpoint(config.model, is_offline=config.offline)
     remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
-    check(model.is_dir(), "model", "be a directory", model, remedy)
+    is_one = model.is_dir() or model.suffix == ".gguf"
+    check(is_one, "model", "be a GGUF file or a directory", model, remedy)
     tokenizer = Tokenizer(model)
     counts = count_ids(tokenizer, flags.paths, flags.suffix)
     got = f"none in {len(flags.paths)} paths"

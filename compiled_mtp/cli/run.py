@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compiled_mtp.cli.jobs import Job, check_output, count_images, jobs_of_texts, read_jobs
+from compiled_mtp.cli.jobs import Job, check_output, jobs_of_texts, read_jobs
 from compiled_mtp.cli.printer import Printer
 from compiled_mtp.cli.summary import Outcome, find_difference, summarize
 from compiled_mtp.config import EngineConfig
@@ -34,6 +35,9 @@ from compiled_mtp.terminal.signals import leaving
 if TYPE_CHECKING:
     from compiled_mtp.engine import Engine
     from compiled_mtp.frontend.processor import RequestProcessor
+
+# Requests with images that wait or run at a time: the engine keeps their pixels until they end.
+_MOST_WITH_IMAGES = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +62,8 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
         jobs = read_jobs(file, sampling)
     else:
         jobs = jobs_of_texts(flags["prompt"], sampling, flags["image"])
-    if "max_images" not in config.model_fields_set and (most := count_images(jobs)):
+    most = max((job.num_images for job in jobs), default=0)
+    if most and "max_images" not in config.model_fields_set:
         # The requests are known: load the vision tower for them.
         settings["max_images"] = most
         config = EngineConfig(**settings)
@@ -150,16 +155,13 @@ def decode(
         for job in requests:
             _check(job, frontend)
     engine = start_engine(config, frontend)
-    for job in requests:
-        try:
-            engine.add_request(params=job.params, request_id=str(job.request), **job.prompt)
-        except ValueError as error:
-            raise ValueError(f"{job.where}: {error}") from None
+    feed = _Feed(engine, requests)
+    feed.add()
     # The printer empties an earlier run's output only here, after every check of what a caller can get wrong.
     with printer or contextlib.nullcontext():
         start, is_interrupted = time.perf_counter(), False
         try:
-            is_interrupted = _step_to_end(engine, jobs, printer, interrupts)
+            is_interrupted = _step_to_end(engine, feed, jobs, printer, interrupts)
         except KeyboardInterrupt:
             is_interrupted = True
         seconds = time.perf_counter() - start
@@ -190,8 +192,34 @@ def _check(job: Job, frontend: RequestProcessor) -> None:
         raise ValueError(f"{job.where}: {error}") from None
 
 
+class _Feed:
+    """Adds jobs to an engine in their order, those with images only while few others with images are open."""
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
+        self._engine = engine
+        self._left = deque(jobs)
+        self._open: list[Job] = []
+
+    def add(self) -> None:
+        """Add the jobs for which there is room. Raises ValueError for one that the engine refuses."""
+        while self._left and self._has_room(self._left[0]):
+            job = self._left.popleft()
+            try:
+                self._engine.add_request(params=job.params, request_id=str(job.request), **job.prompt)
+            except ValueError as error:
+                raise ValueError(f"{job.where}: {error}") from None
+            if job.num_images:
+                self._open.append(job)
+
+    def _has_room(self, job: Job) -> bool:
+        if not job.num_images:
+            return True
+        self._open = [one for one in self._open if one.finish_reason is None]
+        return len(self._open) < _MOST_WITH_IMAGES
+
+
 def _step_to_end(
-    engine: Engine, jobs: Sequence[Job], printer: Printer | None, interrupts: Interrupts
+    engine: Engine, feed: _Feed, jobs: Sequence[Job], printer: Printer | None, interrupts: Interrupts
 ) -> bool:
     """Step until all jobs have ended or a signal asks to end; return whether a signal did."""
     by_choice = {(str(job.request), job.choice): job for job in jobs}
@@ -207,6 +235,7 @@ def _step_to_end(
     with interrupts.held():
         while engine.has_unfinished_requests() and not interrupts.is_asked:
             take_step()
+            feed.add()
         if not interrupts.is_asked:
             return False
         say("interrupted: ending the running requests; interrupt again to end at once")

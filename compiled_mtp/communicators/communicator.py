@@ -152,6 +152,10 @@ class Communicator(ABC):
         """
         self.has_steps = True
 
+    def expect_start(self) -> None:
+        """End steps until the next `expect_steps`: ranks load and compile again, each at its own pace."""
+        self.has_steps = False
+
     @abstractmethod
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """Gather as `gather` does, eagerly, a contiguous x."""

@@ -47,6 +47,11 @@ class GlooCommunicator(Communicator):
         super().expect_steps()
         self._group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 
+    def expect_start(self) -> None:
+        """Do as `Communicator.expect_start` says."""
+        super().expect_start()
+        self._group._set_default_timeout(timedelta(seconds=START_S))
+
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((self.world * x.shape[0], *x.shape[1:]))
         self.is_waiting = True

@@ -47,6 +47,11 @@ class NcclCommunicator(GlooCommunicator):
         super().expect_steps()
         self._device_group._set_default_timeout(timedelta(seconds=ENDLESS_S))
 
+    def expect_start(self) -> None:
+        """Do as `Communicator.expect_start` says."""
+        super().expect_start()
+        self._device_group._set_default_timeout(timedelta(seconds=START_S))
+
     def abort(self) -> None:
         """Do as `Communicator.abort` says, in a thread of its own.
 

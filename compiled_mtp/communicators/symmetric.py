@@ -114,6 +114,11 @@ class SymmetricCommunicator(GlooCommunicator):
         super().expect_steps()
         self._control[1] = int(ENDLESS_S * 1e9)
 
+    def expect_start(self) -> None:
+        """Do as `Communicator.expect_start` says."""
+        super().expect_start()
+        self._control[1] = int(START_S * 1e9)
+
     def name_missing(self) -> None:
         """Do as `Communicator.name_missing` says."""
         self._control[1] = 0

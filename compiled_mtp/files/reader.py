@@ -53,8 +53,9 @@ class FileReader:
             self._fill(file, runs, out)
             return out
         out = torch.empty(total, dtype=torch.uint8, device=device)
-        staging = self._staging.setdefault(device, _Staging())
-        at = 0
+        if device not in self._staging:
+            self._staging[device] = _Staging()
+        staging, at = self._staging[device], 0
         for part in _parts(runs, _BUFFER_BYTES):
             size = sum(count for _, count in part)
             with torch.cuda.device(device):
@@ -154,8 +155,10 @@ def _parts(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
 
 
 def _memory(out: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as long as that lives."""
-    return memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+    """The memory of a contiguous tensor on the CPU; it keeps the tensor, for threads that outlive errors."""
+    array = (ctypes.c_char * out.nbytes).from_address(out.data_ptr())
+    array.tensor = out  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def _read_exactly(file: Path, descriptor: int, offset: int, out: memoryview) -> None:

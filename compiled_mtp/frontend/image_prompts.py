@@ -23,9 +23,9 @@ def split_chat(
 ) -> tuple[list[Mapping[str, Any]], list[object]]:
     """Return a chat whose image parts hold no image any more, and all images in order.
 
-    A part is {"type": "image", "image": ...} with an `ImageInput`, {"type": "image_url", "image_url": {"url":
-    ...}} with a data URI, or {"type": "image"} for the next of `images`. Raises ValueError for other parts
-    with media, for addresses, and unless `images` has one for each bare part.
+    A part is {"type": "image", "image": ...} with an `ImageInput` or a data URI, {"type": "image_url",
+    "image_url": {"url": ...}} with a data URI, or {"type": "image"} for the next of `images`. Raises
+    ValueError for other parts with media, for addresses, and unless `images` has one for each bare part.
     """
     given, found, plain = list(images), list[object](), list[Mapping[str, Any]]()
     num_bare = 0
@@ -62,7 +62,10 @@ def _image_of(part: object) -> tuple[bool, object]:
         if isinstance(address, Mapping):
             address = address.get("url")
         return True, decode_address(address)
-    return kind == "image" or "image" in part, part.get("image")
+    image = part.get("image")
+    if isinstance(image, str) and image[: len(_DATA)].lower() == _DATA:
+        image = decode_address(image)
+    return kind == "image" or "image" in part, image
 
 
 def decode_address(address: object) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from compiled_mtp.errors import check_type, quote
+from compiled_mtp.errors import check, check_type, quote
 from compiled_mtp.request import RequestOutput, SamplingParams
 
 Chat = Sequence[Mapping[str, Any]]
@@ -73,6 +73,10 @@ def as_continuations(prompts: Sequence[Prompt], continuations: Any) -> list[Cont
         raise ValueError(
             f"continuations must be as many as prompts, got {len(every)} for {len(prompts)}; match them"
         )
+    for index, one in enumerate(every):
+        # Without this a request of None would draw its tokens.
+        rule, remedy = "be a text or token ids", "give one for each prompt"
+        check(one is not None, f"continuations[{index}]", rule, one, remedy)
     return every
 
 

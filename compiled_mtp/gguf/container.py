@@ -81,6 +81,12 @@ def part_names(name: str) -> list[str]:
     return [f"{stem}-{i:05}-of-{count}.gguf" for i in range(1, int(count) + 1)]
 
 
+def list_models(folder: Path) -> list[str]:
+    """Return the names of the GGUF files in a folder, of a model in parts the first one; [] for no folder."""
+    names = sorted(file.name for file in folder.glob("*.gguf"))
+    return [name for name in names if part_names(name)[0] == name]
+
+
 def part_files(path: Path) -> list[Path]:
     """Return all files of the model that `path` is a part of. Raises ValueError for absent parts."""
     files = [path.with_name(name) for name in part_names(path.name)]
@@ -112,7 +118,9 @@ def _stamp(file: Path) -> tuple[int, ...]:
     try:
         found = file.stat()
     except OSError as error:
-        raise fail(str(file), "be a readable file", error, "check the path") from None
+        beside = list_models(file.parent)
+        remedy = f"its folder has {shown(', '.join(beside))}" if beside else "check the path"
+        raise fail(str(file), "be a readable file", error.strerror, remedy) from None
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 

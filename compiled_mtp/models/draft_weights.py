@@ -15,6 +15,7 @@ from compiled_mtp.errors import check
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.weight_format import FP8, PLAIN, Formats
+from compiled_mtp.ops.device import memory_of
 from compiled_mtp.ops.fp8 import quantize_weight, scale_shape
 
 # Of a GPU's memory, the most that "auto" takes for an FP8 copy of the whole head.
@@ -141,8 +142,9 @@ def plan_drafts(
     """The plan for `draft_dtype` in EngineConfig, of drafts from `ids` (None for all) on `world` ranks.
 
     "auto" is FP8 for bfloat16 models on a GPU that converts it; a copy of the whole head also has to fit a
-    32nd of the GPU's memory, free or not, so that every start decides alike. A head that is stored in fewer
-    bits than bfloat16 is read as it is. Raises ValueError for FP8 on a GPU that cannot convert it.
+    32nd of the memory, free or not, that the process may take of the GPU, so that every start decides alike.
+    A head that is stored in fewer bits than bfloat16 is read as it is. Raises ValueError for FP8 on a GPU
+    that cannot convert it.
     """
     if asked == "weights" or (asked == "auto" and dtype != torch.bfloat16):
         return DraftPlan(ids)
@@ -153,10 +155,11 @@ def plan_drafts(
     can_have = is_read or device.type == "cpu"
     check(can_have, "draft_dtype", "be auto or weights on this GPU", asked, remedy)
     has_head = not formats.get(_head(model), PLAIN).has_factors
-    plan = DraftPlan(ids, has_head, has_fp8_linears=True, is_multiplied_out=not is_read)
+    has_linears = any(name not in formats for name in _linears(model))
+    plan = DraftPlan(ids, has_head, has_fp8_linears=has_linears, is_multiplied_out=not is_read)
     # Without FP8 the rows of draft_vocab are a copy too, twice as large.
     if asked == "auto" and has_head and ids is None:
-        most = torch.cuda.get_device_properties(device).total_memory * _HEAD_SHARE
+        most = memory_of(device) * _HEAD_SHARE
         size = plan.head_bytes(model.vocab_size // world, model.hidden_size, dtype.itemsize)
         return replace(plan, has_fp8_head=size <= most)
     return plan

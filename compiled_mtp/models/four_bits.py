@@ -76,9 +76,11 @@ def codes_apart(config: ModelConfig) -> Formats:
 
 
 def made_up_formats(layout: Layout, group: int, device: torch.device) -> Formats:
-    """The formats of a model with four-bit weights that is filled without a checkpoint."""
+    """The formats of a model with four-bit weights that is filled without a checkpoint; its head is plain, as
+    in the releases."""
     form = four_bits(group, torch.bfloat16)
     parameters = {piece.parameter for stored in layout.values() for piece in stored.pieces}
+    parameters.discard("lm_head.weight")
     return {name: form for name in parameters if form.parameters.search(name) and form.is_read_on(device)}
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.errors import check, fail
+from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.gguf.config import generation_config, hf_config
-from compiled_mtp.gguf.container import read_container
+from compiled_mtp.gguf.container import list_models, read_container
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.config_keys import FIX, Keys, read_json
 from compiled_mtp.models.family import MODEL_TYPES
@@ -37,14 +37,11 @@ def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
     """
     root = Path(path)
     if root.suffix == ".gguf":
-        rule, remedy = "be 0 for a GGUF file, which holds no vision tower", "start without max_images"
+        rule, remedy = "be 0 for a GGUF file, which holds no vision tower", "leave max_images and images out"
         check(not max_pixels, "max_images", rule, f"images for {root}", remedy)
         return _read_gguf(root)
-    remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
-    is_adapter = (root / "adapter_config.json").is_file() and not (root / "config.json").is_file()
-    if is_adapter:
-        remedy = "this is an adapter: pass its base model, and this directory as lora"
-    check((root / "config.json").is_file(), "model", "be a directory with a config.json", root, remedy)
+    is_there = (root / "config.json").is_file()
+    check(is_there, "model", "be a directory with a config.json", root, "" if is_there else _remedy(root))
     top = read_json(root / "config.json")
     name = top.get("model_type")
     remedy = "other architectures are not supported"
@@ -60,6 +57,19 @@ def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
     if max_pixels:
         fields["vision"] = read_vision(root, top, text, fields["rotary_dim"], max_pixels)
     return as_stored(ModelConfig(family=family.name, **fields), root)
+
+
+def _remedy(root: Path) -> str:
+    """What to pass in place of a path that is no checkpoint."""
+    if (root / "adapter_config.json").is_file():
+        return "this is an adapter: pass its base model, and this directory as lora"
+    if names := list_models(root):
+        return f"pass one of its GGUF files: {shown(', '.join(names))}"
+    if root.suffix == ".safetensors":
+        return "pass the directory of this file"
+    if root.is_file():
+        return "the name of a GGUF file must end in .gguf, and a download must be complete"
+    return "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
 
 
 def _read_gguf(path: Path) -> ModelConfig:

@@ -166,6 +166,11 @@ class Linear(nn.Module):
         return partials if communicator is None else communicator.gather_partials(partials, dtype)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the weight is packed codes, of either kind."""
+        return self.has_codes or self.parts is not None
+
+    @property
     def codes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The words and scales of a weight in packed codes."""
         assert self.weight_scale is not None
@@ -376,7 +381,8 @@ class GatedDeltaNet(nn.Module):
             q, k, v, exp_g, beta = spec_conv1d(*inputs, rows.start, *self.heads, ba)
             rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
             cursors = (rows.state_index, rows.base, rows.start)
-            norm = (self.norm_weight, *rings, *cursors, *last, self.out_proj.resident)
+            how = (*last, self.out_proj.resident, cache.max_unfolded)
+            norm = (self.norm_weight, *rings, *cursors, *how)
             y = gdn_verify(q, k, v, exp_g, beta, z, *norm)
         return self.out_proj.partials(y, rows)
 

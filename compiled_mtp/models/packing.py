@@ -67,7 +67,7 @@ def _products(models: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, int]]
             for weight in weights_of([module]):
                 is_summed = isinstance(module, Linear) and module.is_before_norm
                 yield weight, count_cpu_k_splits(weight.shape[1]) if is_summed else 1
-        if isinstance(model, TargetModel) and model.is_tied and model.head_codes is None:
+        if isinstance(model, TargetModel) and model.is_tied and not model.is_head_packed:
             yield model.head_weight, 1
 
 

@@ -14,8 +14,13 @@ from compiled_mtp.models.layers import DecoderLayer, Linear, RMSNorm
 from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory
+from compiled_mtp.ops.int4 import values_of_rows
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.linear_blocks import block_rows, linear_blocks
+from compiled_mtp.ops.linear_w4a16 import linear_w4a16
+
+# Rows of a packed head that are decoded at a time, each to float32.
+_ROWS_AT_ONCE = 4096
 
 
 class Embedding(nn.Module):
@@ -93,7 +98,7 @@ class TargetModel(nn.Module):
 
     @property
     def head_codes(self) -> tuple[torch.Tensor, torch.Tensor, str] | None:
-        """Words, scales and kind of a head in scaled codes; None for a plain one."""
+        """Words, scales and kind of a head in scaled codes; None for another one."""
         if self.is_tied:
             weight, scale, kind = self.embed.weight, self.embed.weight_scale, self.embed.kind
         else:
@@ -106,14 +111,25 @@ class TargetModel(nn.Module):
         return weight, scale, kind
 
     @property
+    def is_head_packed(self) -> bool:
+        """Whether the head is packed codes, of either kind."""
+        return self.head_codes is not None or (not self.is_tied and self.lm_head.has_codes)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head, or of this rank's rows of it, with scales."""
+        scale = self.embed.weight_scale if self.is_tied else self.lm_head.weight_scale
+        return self.head_weight.nbytes + (0 if scale is None else scale.nbytes)
+
+    @property
     def num_head_rows(self) -> int:
         """Rows of the head, or of this rank's part of it."""
         return self.head_weight.shape[0]
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The output head of target and draft [vocab_size, hidden_size], or this rank's rows of it; of a head
-        in scaled codes the words."""
+        """The output head of target and draft [vocab_size, hidden_size], or this rank's rows of it; the words
+        of a packed head."""
         if not self.is_tied:
             return self.lm_head.weight
         if self.communicator is not None:
@@ -124,19 +140,23 @@ class TargetModel(nn.Module):
     def head_rows(self, ids: torch.Tensor | None) -> torch.Tensor:
         """Rows [n, hidden_size] of the whole head for ids [n] int64; every rank must pass the same ids. None:
         all rows, or with several ranks this rank's."""
-        codes = self.head_codes
-        if codes is not None:
-            words, scale, kind = codes
-            if ids is None:
-                ids = torch.arange(self.num_head_rows, device=words.device)
-            return block_rows(ids, words, scale, kind)
-        if ids is None:
+        if ids is None and not self.is_head_packed:
             return self.head_weight
-        if self.communicator is None:
-            return self.head_weight[ids]
-        size = self.head_weight.shape[0]
-        own = self.head_weight[(ids - self.communicator.rank * size).clamp(0, size - 1)]
+        size = self.num_head_rows
+        if ids is None or self.communicator is None:
+            every = torch.arange(size, device=self.head_weight.device)
+            return self._own_head_rows(every if ids is None else ids)
+        own = self._own_head_rows((ids - self.communicator.rank * size).clamp(0, size - 1))
         return self.communicator.gather(own)[ids // size, torch.arange(len(ids), device=ids.device)]
+
+    def _own_head_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's part of the head, decoded if they are packed."""
+        if self.head_codes is not None:
+            return block_rows(ids, *self.head_codes)
+        if not self.is_head_packed:
+            return self.head_weight[ids]
+        rows = [values_of_rows(*self.lm_head.codes, some) for some in ids.split(_ROWS_AT_ONCE)]
+        return torch.cat([some.to(self.norm.weight.dtype) for some in rows])
 
     def logits(
         self, hidden: torch.Tensor, head: torch.Tensor | None = None, scale: torch.Tensor | None = None
@@ -148,6 +168,9 @@ class TargetModel(nn.Module):
         codes = self.head_codes
         if head is None and codes is not None:
             return linear_blocks(hidden, *codes, True)
+        if head is None and self.is_head_packed:
+            logits = linear_w4a16(hidden, *self.lm_head.codes, True)
+            return logits if self.communicator is None else self.communicator.gather_columns(logits)
         head, communicator = self.head_weight if head is None else head, self.communicator
         if communicator is None:
             return linear(hidden, head, scale, True)

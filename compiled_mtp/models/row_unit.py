@@ -23,11 +23,11 @@ _MOST_WEIGHT_ROWS = 8192
 
 
 def weights_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The weights of the products among `modules`, without those in scaled codes."""
+    """The weights of the products among `modules`, without those in packed codes."""
     return [
         module.weight
         for module in modules
-        if isinstance(module, Router) or (isinstance(module, Linear) and module.parts is None)
+        if isinstance(module, Router) or (isinstance(module, Linear) and not module.is_packed)
     ]
 
 
@@ -35,7 +35,7 @@ def k_splits_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     """The first K split of every matrix whose products a CPU sums in K splits, unless it is packed."""
     k_splits = []
     for module in modules:
-        if not isinstance(module, Linear) or not module.is_before_norm or module.parts is not None:
+        if not isinstance(module, Linear) or not module.is_before_norm or module.is_packed:
             continue
         weight, world = module.weight, 1 if module.communicator is None else module.communicator.world
         count = count_k_splits if module.quantizes_rows else count_cpu_k_splits

@@ -40,7 +40,8 @@ def read_vision(
     section = Keys(top).section("vision_config")
     if not section:
         rule = "be 0 for a checkpoint without a vision_config in its config.json"
-        raise fail("max_images", rule, f"images for {root}", _OFF)
+        remedy = "leave max_images and images out, or take a checkpoint with a vision tower"
+        raise fail("max_images", rule, f"images for {root}", remedy)
     keys, ids = Keys(section), Keys(top)
     for key, allowed, why in _ONLY:
         got = section.get(key, allowed)

@@ -25,7 +25,7 @@ from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.errors import check, fail
 from compiled_mtp.ops import blocks, fp8, int4
 from compiled_mtp.ops.blocks import KINDS, Kind
-from compiled_mtp.ops.device import shared_bytes_of
+from compiled_mtp.ops.device import capability_of, shared_bytes_of
 
 Recipe: TypeAlias = Literal["w8a8", "w8a16"]
 """How FP8 weights are multiplied: by rows quantised in groups of 128 columns, or by plain rows."""
@@ -163,7 +163,7 @@ def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
         name=f"int4 in groups of {group}, scales in {dtype}",
         storage=torch.int16,
         block=int4.UNIT,
-        parameters=re.compile(f"{_DENSE.pattern}|{EXPERTS.pattern}"),
+        parameters=re.compile(rf"{_DENSE.pattern}|{EXPERTS.pattern}|^lm_head\.weight$"),
         is_read_on=lambda device: reads_int4(device),
         group=group,
         scale_dtype=scale_dtype,
@@ -207,12 +207,12 @@ def coded_part(
 
 def reads_blocks(device: torch.device) -> bool:
     """Whether products on `device` read scaled codes."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and capability_of(device) >= (8, 0)
 
 
 def reads_int4(device: torch.device) -> bool:
     """Whether products on `device` read four-bit codes."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and capability_of(device) >= (8, 0)
 
 
 # Shared memory that the largest tile of a W8A8 product takes.
@@ -246,7 +246,7 @@ def resolve_recipe(asked: str, *, has_fp8: bool, device: torch.device) -> Recipe
         return "w8a16"
     if device.type == "cpu":
         return "w8a8"
-    found = torch.cuda.get_device_capability(device)
+    found = capability_of(device)
     if found >= (9, 0) and shared_bytes_of(found) >= W8A8_SHARED_BYTES:
         return "w8a8"
     if asked == "auto":

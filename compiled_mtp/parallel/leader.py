@@ -108,6 +108,18 @@ class LeadRunner(Runner):
             self._ranks.send("replace_from", update.path.absolute())
             super().replace_weights(update)
 
+    def sleep(self) -> None:
+        """Run `Runner.sleep` on every rank."""
+        with _delayed_interrupts(), self._in_step():
+            self._ranks.send("sleep")
+            super().sleep()
+
+    def wake_up(self, path: Path | None) -> None:
+        """Run `Runner.wake_up` on every rank. An error on any rank ends the ranks."""
+        with _delayed_interrupts(), self._in_step():
+            self._ranks.send("wake_up", None if path is None else path.absolute())
+            super().wake_up(path)
+
     def check(self) -> None:
         """Raise RankError once a rank is lost."""
         self._ranks.check()
@@ -116,9 +128,13 @@ class LeadRunner(Runner):
         """Run `Runner.close`, and end the ranks."""
         with self._ranks.limited_wait(self.num_launched):
             super().close()
-        if self._communicator.waits_for_graphs:
-            self.programs.drop()
+        self._drop_graphs()
         self._ranks.end()
+
+    def _drop_graphs(self) -> None:
+        """Free the captured graphs for which the communicator's `abort` waits."""
+        if self._communicator.waits_for_graphs and not self.is_asleep:
+            self.programs.drop()
 
     def _send_settings(self) -> None:
         """Send this process' torch settings to every rank if they have changed."""
@@ -140,8 +156,7 @@ class LeadRunner(Runner):
         except BaseException as error:
             cause = str(error) if isinstance(error, _LaunchError) else f"{type(error).__name__}: {error}"
             fault = self._ranks.fail(cause, self._communicator.count)
-            if self._communicator.waits_for_graphs:
-                self.programs.drop()
+            self._drop_graphs()
             if not isinstance(error, Exception):
                 raise
             raise fault.error(self._ranks.world) from error

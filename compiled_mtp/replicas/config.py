@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import check, fail, remedy_of, rule_of, shown
+from compiled_mtp.errors import fail, remedy_of, rule_of, shown
 from compiled_mtp.server.config import LOOPBACK_NAMES, ServerConfig, is_loopback
 
 # Settings that Ray's own options replace, and api_key, which Ray's dashboard would show as an argument.
@@ -103,7 +103,7 @@ def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, En
     """Return the three configs of an app's arguments; each name belongs to one of them.
 
     Raises ValueError for an unknown name, a name in _REFUSED, a value out of range, names of other hosts in
-    allowed_hosts without a key, a seed with more than one ingress, and images.
+    allowed_hosts without a key, and a seed with more than one ingress.
     """
     fields: dict[type, dict[str, Any]] = {ReplicaConfig: {}, ServerConfig: {}, EngineConfig: {}}
     for name, value in args.items():
@@ -118,8 +118,6 @@ def split_args(args: Mapping[str, Any]) -> tuple[ReplicaConfig, ServerConfig, En
     check_access(server)
     settings, engine = ReplicaConfig(**fields[ReplicaConfig]), EngineConfig(**fields[EngineConfig])
     check_seed(engine, settings.ingress_replicas)
-    remedy = "serve images with `compiled-mtp serve`"
-    check(not engine.max_images, "max_images", "be 0 with replicas", engine.max_images, remedy)
     return settings, server, engine
 
 

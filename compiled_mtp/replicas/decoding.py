@@ -23,7 +23,11 @@ async def decode(
     """
     try:
         stream = await engine.add(
-            prompt_token_ids=call.prompt_token_ids, params=call.params, priority=call.priority
+            prompt_token_ids=call.prompt_token_ids,
+            params=call.params,
+            priority=call.priority,
+            # Only engines that take images know the argument.
+            **({"images": call.images} if call.images else {}),
         )
     except ValueError as error:
         yield Refused("invalid", str(error), replica_id)

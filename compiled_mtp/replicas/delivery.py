@@ -105,6 +105,7 @@ class Delivery:
             history.seed, history.mtp_step = received.seed, received.mtp_step
             history.max_drafts = received.max_drafts
             history.cached_tokens = received.cached_tokens
+            history.image_tokens = received.image_tokens
         if self._token_ids and history.time_to_first_token_s is None:
             history.time_to_first_token_s = total_s
         history.rounds += received.rounds

@@ -11,7 +11,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Status, Stream
+from compiled_mtp.async_engine import (
+    DEFAULT_IMAGE_BYTES,
+    EngineStoppedError,
+    QueueFullError,
+    Status,
+    Stream,
+    check_image_bytes,
+    count_image_bytes,
+)
 from compiled_mtp.replicas.messages import Call
 from compiled_mtp.replicas.relay import OpenReplica, Relay, RelayLimits, RelayObserver
 from compiled_mtp.replicas.routing import prefix_key
@@ -24,7 +32,8 @@ class ReplicatedEngine:
     Every request gets a seed before it is sent: its own, one derived from `seed`, or a drawn one. So any
     replica decodes it to the same tokens, and its stream outlives the replica. chunk, num_chunks: tokens of
     a prefill chunk, and how many chunks decide which replica is preferred. max_open: choices that may be open
-    at a time. stream_buffer: the most unread outputs of a choice.
+    at a time. max_image_bytes: bytes of pixels of their images, which are kept for another replica.
+    stream_buffer: the most unread outputs of a choice. image_token_id: the pad of images, None for none.
     """
 
     def __init__(
@@ -38,8 +47,12 @@ class ReplicatedEngine:
         num_chunks: int,
         max_open: int,
         stream_buffer: int,
+        max_image_bytes: int = DEFAULT_IMAGE_BYTES,
+        image_token_id: int | None = None,
     ) -> None:
         self.max_open = max_open
+        self._max_image_bytes = max_image_bytes
+        self._image_token_id = image_token_id
         self._open = open_replica
         self._observer = observer
         self._limits = limits
@@ -75,12 +88,19 @@ class ReplicatedEngine:
     async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
         """Add several requests, or none if one is refused; return their streams once replicas accept them.
 
-        requests: mappings with `prompt_token_ids`, `params` and `priority`. Raises ValueError, QueueFullError
-        and EngineStoppedError.
+        requests: mappings with `prompt_token_ids`, `params`, `priority` and prepared `images`. Raises
+        ValueError, QueueFullError and EngineStoppedError.
         """
         params = [request.get("params") or SamplingParams() for request in requests]
         self._check_open(sum(one.n for one in params))
-        relays = [self._start(request, one) for request, one in zip(requests, params, strict=True)]
+        loop = asyncio.get_running_loop()
+        streams = [
+            Stream(self._abort, loop, self._stream_buffer, one.n, count_image_bytes(request))
+            for request, one in zip(requests, params, strict=True)
+        ]
+        num_open = sum(stream.image_bytes for stream in self._tasks)
+        check_image_bytes(streams, num_open, self._max_image_bytes)
+        relays = [self._start(*one) for one in zip(requests, params, streams, strict=True)]
         accepted = [relay.accepted for _, relay in relays]
         try:
             await asyncio.wait(accepted, return_when=asyncio.FIRST_EXCEPTION)
@@ -125,21 +145,29 @@ class ReplicatedEngine:
                 retry_after_s=1,
             )
 
-    def _start(self, request: Mapping[str, Any], params: SamplingParams) -> tuple[Stream, Relay]:
+    def _start(
+        self, request: Mapping[str, Any], params: SamplingParams, stream: Stream
+    ) -> tuple[Stream, Relay]:
         token_ids = list(request["prompt_token_ids"])
         number = next(self._numbers)
         if params.seed is None:
             drawn = secrets.randbits(63) if self._seed is None else derive_seed(self._seed, number)
             params = params.model_copy(update={"seed": drawn})
-        prefix = prefix_key(token_ids, chunk=self._chunk, num_chunks=self._num_chunks, salt=params.cache_salt)
-        call = Call(token_ids, params, request.get("priority", 0), prefix)
-        loop = asyncio.get_running_loop()
-        stream = Stream(self._abort, loop, self._stream_buffer, params.n)
+        images = tuple(request.get("images") or ())
+        prefix = prefix_key(
+            token_ids,
+            chunk=self._chunk,
+            num_chunks=self._num_chunks,
+            salt=params.cache_salt,
+            images=images,
+            image_token_id=self._image_token_id,
+        )
+        call = Call(token_ids, params, request.get("priority", 0), prefix, images=images)
         stream.request_id = request.get("request_id") or f"request-{uuid.uuid4().hex[:16]}"
         relay = Relay(call, stream, self._open, self._limits, self._observer)
         self._num_open += params.n
         # A context per call: Ray takes a call's id from it, and of two waiting calls of one id routes one.
-        task = loop.create_task(relay.run(), context=contextvars.Context())
+        task = stream.loop.create_task(relay.run(), context=contextvars.Context())
         self._tasks[stream] = task
         self._relays.add(relay)
         task.add_done_callback(lambda done: self._end(stream, relay, done))

@@ -1,4 +1,6 @@
-"""Messages between the ingress and the replicas. They are small: Ray pickles and sends each separately."""
+"""Messages between the ingress and the replicas. Ray pickles and sends each separately, so all but the pixels
+of images are small.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.vision.images import PreparedImage
 
 
 class Call(NamedTuple):
     """One request to a replica.
 
     params: with a seed, so that every replica draws the same tokens. prefix: a key that requests share if
-    their prompts begin alike, or None. avoid: ids of the replicas that lost or refused the request.
+    their prompts begin alike, or None. avoid: ids of the replicas that lost or refused the request. images:
+    those of the prompt, which has all their pads.
     """
 
     prompt_token_ids: Sequence[int]
@@ -21,6 +25,7 @@ class Call(NamedTuple):
     priority: int = 0
     prefix: str | None = None
     avoid: tuple[str, ...] = ()
+    images: tuple[PreparedImage, ...] = ()
 
 
 class Accepted(NamedTuple):

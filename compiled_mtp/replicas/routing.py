@@ -5,19 +5,35 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from compiled_mtp.vision.images import PreparedImage
+
 
 def prefix_key(
-    token_ids: Sequence[int], *, chunk: int, num_chunks: int, salt: str | None = None
+    token_ids: Sequence[int],
+    *,
+    chunk: int,
+    num_chunks: int,
+    salt: str | None = None,
+    images: Sequence[PreparedImage] = (),
+    image_token_id: int | None = None,
 ) -> str | None:
-    """Return a key that is equal for prompts of one salt whose first `num_chunks` * `chunk` tokens are equal.
+    """Return a key that is equal for prompts of one salt whose first `num_chunks` * `chunk` tokens, and the
+    images that these touch, are equal.
 
-    None for a prompt that is not longer than those tokens: the prefix cache would not have all of them.
+    token_ids has a pad, image_token_id, for each token of an image: pads alone are alike for all images. None
+    for a prompt that is not longer than those tokens: the prefix cache would not have all of them.
     """
     length = chunk * num_chunks
     if len(token_ids) <= length:
         return None
     text = " ".join(map(str, token_ids[:length]))
-    return hashlib.blake2b(f"{salt or ''}\n{text}".encode(), digest_size=16).hexdigest()
+    num_pads, digests = token_ids[:length].count(image_token_id), b""
+    for image in images:
+        if num_pads <= 0:
+            break
+        digests += image.digest
+        num_pads -= image.rows * image.columns
+    return hashlib.blake2b(f"{salt or ''}\n{text}".encode() + digests, digest_size=16).hexdigest()
 
 
 def rank(key: str, replica_ids: Sequence[str]) -> list[str]:

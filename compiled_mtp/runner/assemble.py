@@ -18,7 +18,7 @@ from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, check_key, load, read_key
-from compiled_mtp.graphs.buckets import Bucket, ladder, ladders
+from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
@@ -33,10 +33,11 @@ from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.device_memory import free_device_bytes
+from compiled_mtp.runner.forecast import buckets_of, draft_head_bytes, free_beside, size_caches
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
+from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch
 from compiled_mtp.runner.programs import Programs
-from compiled_mtp.runner.spec import WIDE_REQUESTS, EngineSpec, apply, choose_graph_mode
+from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.step import Step
 from compiled_mtp.vision.encoder import Encoder
@@ -86,6 +87,7 @@ def build(
         check_key(spec.cache, stored | {"tensor_parallel": spec.world})
         key = early_key(spec)
         check_key(spec.cache, stored | key)
+    before_bytes = _free_bytes(spec)
     target, draft = _load(spec, progress, fill)
     encoder = _load_tower(spec, fill, tower_path or spec.config.model)
     if draft is not None:
@@ -93,24 +95,20 @@ def build(
         draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
     if spec.device.type == "cpu":
         pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
-    free_bytes = _free_bytes(spec)
-    max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
-    buckets = make_buckets(spec, target, max_batch)
-    width, itemsize = spec.model.hidden_size, spec.dtype.itemsize
-    draft_head_bytes = spec.drafts.head_bytes(target.num_head_rows, width, itemsize)
-    if memory is None:
-        memory = resolve_memory(
-            spec,
-            free_bytes=free_bytes,
-            host_bytes=_host_bytes(spec),
-            draft_head_bytes=draft_head_bytes,
-            max_batch=max_batch,
-            most_rows=max(bucket.rows for bucket in buckets),
-        )
     models = [target] if draft is None else [target, draft]
+    free_bytes = _free_bytes(spec)
+    if spec.device.type == "cuda":
+        # As `inspect` foretells, unless loading took more.
+        loaded = models if encoder is None else [*models, encoder.tower]
+        free_bytes = min(free_bytes, free_beside(loaded, before_bytes))
+    max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
+    buckets, head_rows = make_buckets(spec, target, max_batch), target.num_head_rows
+    if memory is None:
+        sizes = {"free_bytes": free_bytes, "host_bytes": _host_bytes(spec)}
+        memory = size_caches(spec, buckets, head_rows, **sizes)
     weight_bytes = [sum(parameter.nbytes for parameter in model.parameters()) for model in models]
     recipe = describe_recipe(spec.weight_recipe, spec.weight_formats)
-    drafts = spec.drafts.describe(draft_head_bytes)
+    drafts = spec.drafts.describe(draft_head_bytes(spec, head_rows))
     logger.info("%d MiB of weights%s%s, %s", sum(weight_bytes) >> 20, recipe, drafts, memory.describe())
     graph_mode = choose_graph_mode(spec, weight_bytes[0])
     saved = None
@@ -236,6 +234,9 @@ def _load(
             is_checked=spec.device.type == "cuda" or spec.config.check_weights,
             progress=None if progress is None else partial(progress, "weights"),
         )
+    if spec.device.type == "cuda":
+        # Otherwise the next tensors would lie in the large segments of what loading no longer uses.
+        torch.cuda.empty_cache()
     return target, draft
 
 
@@ -312,15 +313,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
 
 def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
     """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
-    unit = _row_unit(spec, target, max_batch)
-    buckets = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
-    return buckets + ladders(unit, spec.wide_shapes, WIDE_REQUESTS) + _given_ladders(spec, unit, max_batch)
-
-
-def _given_ladders(spec: EngineSpec, unit: int, max_batch: int) -> tuple[Bucket, ...]:
-    """The buckets of rounds whose tokens are all given."""
-    each = [ladder(unit, shape, spec.given_requests(shape, max_batch)) for shape in spec.given_shapes]
-    return tuple(bucket for buckets in each for bucket in buckets)
+    return buckets_of(spec, _row_unit(spec, target, max_batch), max_batch)
 
 
 def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
@@ -331,12 +324,10 @@ def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
     if spec.device.type == "cuda":
         return 1
     units = (1, 2, 4, 8)
-    each = [ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes) for unit in units]
-    each += [ladders(unit, spec.wide_shapes, WIDE_REQUESTS) for unit in units]
-    each += [_given_ladders(spec, unit, max_batch) for unit in units]
+    each = [buckets_of(spec, unit, max_batch) for unit in units]
     row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
-    if target.head_codes is None:
+    if not target.is_head_packed:
         weights.append(target.head_weight)
     found = find_row_unit(weights, row_counts)
     # All ranks take the largest unit: units are powers of two, so it is a multiple of every rank's own.

@@ -7,7 +7,8 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,12 +149,17 @@ class Runner:
         return check_update(self.spec, source)
 
     def replace_weights(self, update: WeightUpdate) -> None:
-        """Replace the weights between two launches, none of which may be unread, and derive the others."""
+        """Replace the weights between two launches, none of which may be unread, and derive the others.
+
+        Returns when every rank has replaced its own.
+        """
         assert not self._launches
         self._enter_device()
-        replace_weights(self.spec, self.step, update, self._progress)
+        with self._at_own_pace():
+            replace_weights(self.spec, self.step, update, self._progress)
+            buckets = make_buckets(self.spec, self.step.target, self.memory.max_batch)
         rule = "keep their rows' bits at the batch sizes of the engine's programs"
-        is_kept = make_buckets(self.spec, self.step.target, self.memory.max_batch) == self.programs.buckets
+        is_kept = buckets == self.programs.buckets
         check(is_kept, "weights", rule, "products that this CPU packs otherwise", "make another engine")
 
     def replace_from(self, path: Path) -> None:
@@ -161,29 +167,36 @@ class Runner:
         self.replace_weights(self.check_update(path))
 
     def sleep(self) -> None:
-        """Give back the memory of weights, caches and graphs; nothing can be launched until `wake_up`."""
-        Runner.close(self)
-        self.programs.drop()
-        self._free_buffers.clear()
-        self.later = None
-        self.encoder = None
-        del self.step, self.programs, self.moves
-        gc.collect()
-        if self.spec.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Give back the memory of weights, caches and graphs; nothing can be launched until `wake_up`.
+
+        No launch may be unread. Returns when every rank has given its memory back.
+        """
+        assert not self._launches
+        with self._at_own_pace():
+            Runner.drop_launches(self)
+            self._wait_for_device()
+            self.programs.drop()
+            self._free_buffers.clear()
+            self.later = None
+            self.encoder = None
+            del self.step, self.programs, self.moves
+            gc.collect()
+            if self.spec.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def wake_up(self, path: Path | None) -> None:
         """Build again what `sleep` gave back, of the same sizes, with the weights in `path`; None: those that
         the engine began with.
 
-        Raises as `build` does; the runner then stays asleep.
+        Returns when every rank is awake. Raises as `build` does; the runner then stays asleep.
         """
         config = self.spec.config if path is None else self.spec.config.model_copy(update={"model": path})
         fill = self._fill if path is None else None
         spec = replace(self.spec, config=config)
         # Updates replace no weight of the vision tower.
-        parts = build(spec, self._progress, fill, memory=self.memory, tower_path=self.spec.config.model)
-        _, self.step, self.programs, self.moves, self.later, self.encoder = parts
+        with self._at_own_pace():
+            parts = build(spec, self._progress, fill, memory=self.memory, tower_path=self.spec.config.model)
+            _, self.step, self.programs, self.moves, self.later, self.encoder = parts
 
     @property
     def is_asleep(self) -> bool:
@@ -198,6 +211,10 @@ class Runner:
         if self.is_asleep:
             return
         self.drop_launches()
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        """Wait for the device, and end the thread that loads further depths."""
         if self.later is not None:
             self.later.close()
         if self.spec.device.type == "cuda":
@@ -205,6 +222,18 @@ class Runner:
                 torch.cuda.synchronize(self.spec.device)
             except RuntimeError as error:  # Every request's caller has got this error already.
                 logger.error("the device failed", exc_info=error)
+
+    @contextmanager
+    def _at_own_pace(self) -> Iterator[None]:
+        """Let each rank take its time in the block, as at a start, and wait for all of them at its end."""
+        communicator = self.spec.communicator
+        if communicator is None:
+            yield
+            return
+        communicator.expect_start()
+        yield
+        communicator.least(0)
+        communicator.expect_steps()
 
     def _enter_device(self) -> None:
         """Make the engine's GPU the calling thread's current one: kernels are launched there."""
@@ -289,7 +318,8 @@ class Runner:
         return _HostBuffer(packed, torch.Event(self.spec.device) if is_cuda else None)
 
     def _finish(self, plan: StepPlan, buffer: _HostBuffer, failed: tuple[int, ...]) -> StepResult:
-        is_late = False
+        # A CPU computes while it launches.
+        is_late = True
         if buffer.ready is not None:
             begin = time.perf_counter()
             try:

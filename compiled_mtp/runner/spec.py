@@ -23,6 +23,7 @@ from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, Recipe, resolve_recipe
 from compiled_mtp.models.weights import read_formats
+from compiled_mtp.ops.device import is_assumed
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.ops.window import MAX_DRAFTS
 from compiled_mtp.scheduler.limits import TowerCost
@@ -298,10 +299,12 @@ def choose_graph_mode(spec: EngineSpec, weight_bytes: int) -> GraphMode | None:
 def resolve_device(name: str) -> torch.device:
     """The device that `name` stands for. Raises ValueError for a CUDA device that torch does not find."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if is_assumed() or torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cpu":
         return device
+    if is_assumed():
+        return torch.device("cuda", 0)
     if not torch.cuda.is_available():
         raise ValueError(f"device must be available, got {name}; torch finds no CUDA device, use device=cpu")
     index = torch.cuda.current_device() if device.index is None else device.index

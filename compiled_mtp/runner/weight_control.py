@@ -83,12 +83,10 @@ class WeightControl:
         """Give the memory of weights, caches and graphs back until `wake_up`; the engine refuses requests.
 
         Requests are decoded to their ends, those that wait too, or with `running` "abort" end with that
-        reason. Cached prefixes are dropped. An engine of several ranks cannot sleep: close it. Raises
-        ValueError for such an engine, for one that sleeps, and while another thread steps.
+        reason. Cached prefixes are dropped. All ranks sleep together. Raises ValueError for an engine that
+        sleeps, and while another thread steps.
         """
         check(running in ("finish", "abort"), "running", "be finish or abort", quote(running), "choose one")
-        world = self.runner.spec.world
-        check(world == 1, "tensor_parallel", "be 1 for an engine that sleeps", world, "close the engine")
         if not self._turn.take():
             raise not_alone()
         try:
@@ -109,7 +107,8 @@ class WeightControl:
         source: other weights, as `update_weights` takes them. Weights come from the directory from which they
         were last read: after an update of given tensors, a source must be given. Raises ValueError for an
         engine that does not sleep, for weights that do not fit, and while another thread steps; the errors
-        of a start where memory is short. The engine then sleeps on, or refuses requests until an update.
+        of a start where memory is short. The engine then sleeps on, or after tensors that fail midway refuses
+        requests until an update; an engine of several ranks has ended where memory was short.
         """
         if not self._turn.take():
             raise not_alone()
@@ -120,10 +119,17 @@ class WeightControl:
             has_source = source is not None or not self._has_given_weights
             rule = "be given where the last weights were tensors"
             check(has_source, "source", rule, source, "pass a directory or tensors")
-            self.runner.wake_up(self._weights_path)
+            update = None if source is None else self.runner.check_update(source)
+            if update is None or update.path is None:
+                self.runner.wake_up(self._weights_path)
+            else:
+                # A build from these files needs no update after it.
+                self.runner.wake_up(update.path)
+                self._weights_path, self._has_given_weights = update.path, False
+                update = None
             self._unavailable = "its weights were not replaced; call update_weights again"
-            if source is not None:
-                self._replace(self.runner.check_update(source))
+            if update is not None:
+                self._replace(update)
             self._unavailable = None
         finally:
             self._turn.leave()

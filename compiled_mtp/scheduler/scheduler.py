@@ -307,17 +307,19 @@ class Scheduler:
             scheduled.request.add_prompt_logprobs(plan.prompt_chunks[0].start, plan.next_ids, rows)
 
     def _take_tokens(self, result: StepResult) -> None:
+        # This loop is most of a step's time on the host: what all requests share is read before it.
         plan, owners, outputs = result.plan, self._resources.owners, self._outputs
-        is_round = plan.kind in ("decode", "accept")
+        is_round, wants_drafts = plan.kind in ("decode", "accept"), plan.wants_drafts
         num_drafts = plan.num_drafts if is_round else None
-        most = plan.shape.verify + 1
+        prompt_chunks, matches, most = plan.prompt_chunks, result.matches, plan.shape.verify + 1
+        has_logprobs = plan.logprobs >= 0
         now_s = time.monotonic()
         for index in (*result.not_finite, *result.all_masked):
             self._take_last_tokens(result, index, num_drafts, now_s)
         rows = zip(plan.slots, plan.generations, result.token_ids, strict=True)
         for index, (slot, generation, new) in enumerate(rows):
             scheduled = owners.get(slot)
-            is_due = not plan.prompt_chunks or plan.prompt_chunks[index].is_last
+            is_due = not prompt_chunks or prompt_chunks[index].is_last
             if not is_due or scheduled is None or scheduled.generation != generation:
                 continue
             request = scheduled.request
@@ -325,16 +327,15 @@ class Scheduler:
             if not is_round:
                 scheduled.is_first_token_due = False
                 self._resources.prefix.enter(scheduled)
-            drafts = None
-            is_looked_up = False
-            if result.matches:
-                is_looked_up = is_round and result.matches[index][0] > 0
-                scheduled.has_text_drafts = result.matches[index][1] > 0
-            if plan.wants_drafts:
+            drafts, own_drafts, num_known, is_looked_up = None, num_drafts, 0, False
+            if matches:
+                is_looked_up = is_round and matches[index][0] > 0
+                own_drafts = most - 1 if is_looked_up else num_drafts
+                scheduled.has_text_drafts = matches[index][1] > 0
+            if wants_drafts:
                 drafts = scheduled.drafts if is_round else None
                 scheduled.drafts = result.drafts[index]
-            logprobs = result.logprobs[index] if plan.logprobs >= 0 else None
-            own_drafts, num_known = plan.shape.verify if is_looked_up else num_drafts, 0
+            logprobs = result.logprobs[index] if has_logprobs else None
             if scheduled.replay is not None:
                 num_known = len(new)
                 new, own_drafts, logprobs = self._drop_known(scheduled, new, own_drafts, logprobs)
@@ -351,14 +352,14 @@ class Scheduler:
                 reason,
                 request.error,
                 # A plan without logprobs or wants_drafts has no request that asks for these.
-                request.take_logprobs() if plan.logprobs >= 0 else None,
+                request.take_logprobs() if has_logprobs else None,
                 request.index,
                 # The prompt's log probabilities come with the first token.
                 None if is_round else request.take_prompt_logprobs(),
-                request.list_drafts(drafts, num_known) if plan.wants_drafts else None,
+                request.list_drafts(drafts, num_known) if wants_drafts else None,
                 # `append` ends a request with an error only when its grammar cannot continue.
                 "parameters" if reason == "error" else None,
-                self._experts_of(scheduled) if reason in ("stop", "length") else None,
+                None if reason is None else self._experts_of(scheduled),
             )
             outputs.append(new_tuple(RequestOutput, fields))
             request.commit()
@@ -366,9 +367,10 @@ class Scheduler:
                 self._finish(scheduled)
 
     def _experts_of(self, scheduled: ScheduledRequest) -> RoutedExperts | None:
-        """Read the recorded experts of a request that ends; None unless it asked for them."""
+        """Read the recorded experts of a request that ends; None unless it is whole and asked for them."""
         request = scheduled.request
-        if self._read_experts is None or not request.params.return_routed_experts:
+        is_whole = request.finish_reason in ("stop", "length")
+        if self._read_experts is None or not (is_whole and request.params.return_routed_experts):
             return None
         # The last token was never an input.
         count = request.prompt_len + len(request.output_token_ids) - 1

@@ -32,9 +32,10 @@ _OPEN_PATHS = frozenset(("/health", *PATHS))
 class AuthMiddleware:
     """Wraps an ASGI app. Keeps keys as digests only and never writes them anywhere."""
 
-    def __init__(self, app: App, config: ServerConfig) -> None:
+    def __init__(self, app: App, config: ServerConfig, max_body_bytes: int) -> None:
         self._app = app
         self._config = config
+        self._max_body_bytes = max_body_bytes
         self._hosts = config.hosts()
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in config.read_keys())
 
@@ -109,9 +110,11 @@ class AuthMiddleware:
             )
 
     async def _read_body(self, headers: _Headers, receive: Receive) -> bytes:
-        limit = self._config.max_body_bytes
+        limit = self._max_body_bytes
         too_large = ApiError(
-            413, f"the body must be at most {limit} bytes, got more; send less", code="body_too_large"
+            413,
+            f"the body must be at most {limit} bytes (max_body_bytes), got more; send less",
+            code="body_too_large",
         )
         length = headers.one("content-length")
         if length.isdigit() and (len(length) > 18 or int(length) > limit):

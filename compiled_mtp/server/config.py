@@ -38,7 +38,9 @@ class ServerConfig(BaseSettings):
     api_key: SecretStr | None = Field(
         default=None, description="key that clients send; in the environment alone, since flags are public"
     )
-    api_key_file: Path | None = Field(default=None, description="file with one key per line")
+    api_key_file: Path | None = Field(
+        default=None, description="file with one key per line; an open host needs it"
+    )
     allow_anyone: bool = Field(
         default=False, description="serve without a key on an address that other machines reach"
     )
@@ -56,7 +58,9 @@ class ServerConfig(BaseSettings):
         description="origins of web pages that may call this server (CORS), such as https://app.example.org, "
         "separated by commas, * for any; default: the server's own page only",
     )
-    max_body_bytes: int = Field(default=8 * 2**20, ge=1, description="bytes of a request's body")
+    max_body_bytes: int | None = Field(
+        default=None, ge=1, description="bytes of a request's body; default: 8 MiB, or 32 MiB with images"
+    )
     header_timeout_s: float = Field(default=10.0, gt=0, description="seconds for a request's headers")
     body_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a request's body")
     write_timeout_s: float = Field(
@@ -69,9 +73,12 @@ class ServerConfig(BaseSettings):
         description="seconds that a connection may be idle between requests",
     )
     max_connections: int = Field(default=1024, ge=1, description="connections at a time")
-    max_open: int = Field(default=128, ge=1, description="choices of requests that run or wait at a time")
+    max_open: int = Field(default=512, ge=1, description="choices of requests that run or wait at a time")
+    max_image_bytes: int = Field(
+        default=4 * 2**30, ge=0, description="bytes of pixels of requests that run or wait at a time"
+    )
     stream_buffer: int = Field(
-        default=1024, ge=1, description="unread outputs of a choice, above which its request is aborted"
+        default=1024, ge=1, description="unread outputs of a choice, after which its request is aborted"
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
     step_timeout_s: float = Field(
@@ -182,6 +189,10 @@ class ServerConfig(BaseSettings):
                 )
             found += lines
         return tuple(found)
+
+    def most_body_bytes(self, *, has_images: bool) -> int:
+        """The bytes of a request's body, at most; has_images: the service takes images."""
+        return self.max_body_bytes or (32 if has_images else 8) * 2**20
 
     def hosts(self) -> frozenset[str]:
         """Return the names, in lower case, that a Host header may hold; `*` allows any name.

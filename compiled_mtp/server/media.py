@@ -9,7 +9,6 @@ else.
 from __future__ import annotations
 
 import asyncio
-import base64
 import http.client
 import ipaddress
 import socket
@@ -31,7 +30,7 @@ _SEND_ITSELF = "send the image itself, as data:image/png;base64,..."
 
 
 class MediaLoader:
-    """Turns the addresses of a chat's images into data URIs; data URIs stay as they are."""
+    """Fetches the images of a chat that are named by addresses; data URIs stay as they are."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._hosts = frozenset(host.lower() for host in config.allow_media_urls)
@@ -40,7 +39,8 @@ class MediaLoader:
         self._timeout_s = config.media_timeout_s
 
     async def load(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the messages with every image as a data URI.
+        """Return the messages with every image as a part {"type": "image_url"} with a data URI, or {"type":
+        "image", "image": bytes} of a file.
 
         Raises ApiError (400) for an address that is not allowed, and for an image that cannot be fetched.
         """
@@ -60,8 +60,7 @@ class MediaLoader:
             content = await asyncio.to_thread(self._fetch, part["image_url"]["url"])
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
-        uri = f"data:application/octet-stream;base64,{base64.b64encode(content).decode()}"
-        return {"type": "image_url", "image_url": {"url": uri}}
+        return {"type": "image", "image": content}
 
     def _fetch(self, url: str) -> bytes:
         deadline_s = time.monotonic() + self._timeout_s
@@ -94,7 +93,7 @@ class MediaLoader:
         """Return the body of an address, or of a redirect no body and the address that it names."""
         host = (parts.hostname or "").lower()
         if parts.scheme not in ("http", "https") or host not in self._hosts:
-            got = shown(f"{parts.scheme}://{host}" if host else parts.scheme)
+            got = shown(f"{parts.scheme}://{host}" if host else parts.geturl()[:60])
             rule = "be a data URI" if not self._hosts else f"have a host of {sorted(self._hosts)}"
             raise fail("image_url", rule, got, f"{_SEND_ITSELF}, or start with --allow-media-urls HOST")
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,21 +1,22 @@
 """A process that renders chats and tokenises; the server kills it if a template or a text takes too long.
 
 Reads frames from standard input and writes frames to standard output: four bytes of length, big-endian, then
-JSON. Imports neither torch nor FastAPI.
+JSON. The images of a job, and the pixels in its answer, follow the frame as they are: to write or read large
+ones as JSON would hold the service's interpreter lock for a tenth of a second. Imports neither torch nor
+FastAPI.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from compiled_mtp.frontend.image_prompts import place_images, prepare_images, split_chat
+from compiled_mtp.frontend.image_prompts import decode_address, place_images, prepare_images, split_chat
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.vision.images import PreparedImage
@@ -50,16 +51,23 @@ def read_limits(text: str) -> Limits:
     return Limits(**values)
 
 
-def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """Return {"ids": token ids, "images": [...]} of one job: {"text"} or {"messages", "variables"}.
+def prepare(
+    tokenizer: Tokenizer, job: Mapping[str, Any], given: Sequence[bytes], limits: Limits
+) -> tuple[list[int], list[PreparedImage]]:
+    """Return the token ids and the images of one job: {"text"} or {"messages", "variables", "images"}.
 
-    The ids have all pads of the images, which are decoded here, in a process that may be killed. Raises
+    given: a file, or a data URI where job["images"] says is_address, for each bare image of the messages. The
+    ids have all pads of the images, which are decoded here, in a process that may be killed. Raises
     ValueError if the tokenizer or the template refuses the job, its text has more than `max_chars`
     characters, or an image cannot be read.
     """
     is_chat, images = "messages" in job, list[PreparedImage]()
     if is_chat:
-        messages, found = split_chat(job["messages"], ())
+        files = [
+            decode_address(content.decode()) if one["is_address"] else content
+            for one, content in zip(job["images"], given, strict=True)
+        ]
+        messages, found = split_chat(job["messages"], files)
         images = prepare_images(found, limits.vision, limits.max_images)
         text = tokenizer.apply_chat_template(messages, **job["variables"])
     else:
@@ -72,22 +80,22 @@ def prepare(tokenizer: Tokenizer, job: Mapping[str, Any], limits: Limits) -> dic
     ids = tokenizer.encode(text)
     if limits.vision is not None:
         ids, _ = place_images(ids, images, limits.vision)
-    return {"ids": ids, "images": [_to_json(image) for image in images]}
+    return ids, images
 
 
 def _to_json(image: PreparedImage) -> dict[str, Any]:
+    """All of an image but its pixels, and their number of bytes."""
     return {
         "rows": image.rows,
         "columns": image.columns,
-        "pixels": base64.b64encode(image.pixels).decode(),
+        "num_bytes": len(image.pixels),
         "digest": image.digest.hex(),
     }
 
 
-def read_image(fields: Mapping[str, Any]) -> PreparedImage:
-    """Read an image of a job's answer."""
-    pixels, digest = base64.b64decode(fields["pixels"]), bytes.fromhex(fields["digest"])
-    return PreparedImage(fields["rows"], fields["columns"], pixels, digest)
+def image_of(fields: Mapping[str, Any], pixels: bytes) -> PreparedImage:
+    """Return an image of a job's answer: its entry of `images`, and the bytes that follow the frame."""
+    return PreparedImage(fields["rows"], fields["columns"], pixels, bytes.fromhex(fields["digest"]))
 
 
 def main(path: str, limits: Limits, chat_template: str) -> None:
@@ -97,13 +105,17 @@ def main(path: str, limits: Limits, chat_template: str) -> None:
     tokenizer = Tokenizer(path, Path(chat_template) if chat_template else None)
     _write(sink, {"ready": True})
     while (frame := _read(source)) is not None:
+        images: Sequence[PreparedImage] = ()
+        job = json.loads(frame)
+        given = [source.read(one["num_bytes"]) for one in job.get("images", ())]
         try:
-            answer = prepare(tokenizer, json.loads(frame), limits)
+            ids, images = prepare(tokenizer, job, given, limits)
+            answer: dict[str, Any] = {"ids": ids, "images": [_to_json(image) for image in images]}
         except ValueError as error:
             answer = {"error": str(error)[:4000]}
         except (MemoryError, RecursionError) as error:
             answer = {"error": f"prompt must be simpler, got {type(error).__name__}; shorten it"}
-        _write(sink, answer)
+        _write(sink, answer, images)
 
 
 def _limit_memory() -> None:
@@ -118,7 +130,9 @@ def _read(source: BinaryIO) -> bytes | None:
     return source.read(int.from_bytes(head, "big")) if len(head) == 4 else None
 
 
-def _write(sink: BinaryIO, answer: Mapping[str, Any]) -> None:
+def _write(sink: BinaryIO, answer: Mapping[str, Any], images: Sequence[PreparedImage] = ()) -> None:
     frame = json.dumps(answer).encode()
     sink.write(len(frame).to_bytes(4, "big") + frame)
+    for image in images:
+        sink.write(image.pixels)
     sink.flush()

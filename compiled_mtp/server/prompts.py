@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_mtp.server.errors import ApiError
-from compiled_mtp.server.prompt_worker import Limits, read_image
+from compiled_mtp.server.prompt_worker import Limits, image_of
 from compiled_mtp.vision.images import PreparedImage
 
 logger = logging.getLogger("compiled_mtp.server")
@@ -88,11 +88,16 @@ class PromptPool:
         return await self._run({"text": text})
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Prompt:
-        """Return the token ids and the images of a chat, whose images are data URIs; `variables` go to its
-        template. Raises as `encode` does."""
-        return await self._run({"messages": list(messages), "variables": dict(variables)})
+        """Return the token ids and the images of a chat; `variables` go to its template.
 
-    async def _run(self, job: Mapping[str, Any]) -> Prompt:
+        messages: as `MediaLoader.load` returns them. Raises as `encode` does.
+        """
+        chat, images = _without_images(messages)
+        sizes = [{"is_address": is_address, "num_bytes": len(content)} for is_address, content in images]
+        job = {"messages": chat, "variables": dict(variables), "images": sizes}
+        return await self._run(job, [content for _, content in images])
+
+    async def _run(self, job: Mapping[str, Any], images: Sequence[bytes] = ()) -> Prompt:
         if self._num_jobs >= self._num_workers + self.max_waiting:
             raise ApiError(
                 429,
@@ -107,20 +112,25 @@ class PromptPool:
                     raise ApiError(
                         503, "the server cannot start a process for prompts; try again later", retry_after_s=5
                     )
-            answer = await self._ask(worker, job)
+            answer = await self._ask(worker, job, images)
         finally:
             self._num_jobs -= 1
         if "error" in answer:
             raise ApiError(400, answer["error"], param="messages" if "messages" in job else "prompt")
-        return Prompt(answer["ids"], tuple(map(read_image, answer["images"])))
+        return Prompt(answer["ids"], tuple(answer["images"]))
 
-    async def _ask(self, worker: asyncio.subprocess.Process, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one job's answer; afterwards the worker, or its replacement, is idle again."""
+    async def _ask(
+        self, worker: asyncio.subprocess.Process, job: Mapping[str, Any], images: Sequence[bytes]
+    ) -> dict[str, Any]:
+        """Return one job's answer, with its images; afterwards the worker, or its replacement, is idle
+        again."""
         try:
             frame = json.dumps(job).encode()
             assert worker.stdin is not None
             async with asyncio.timeout(self._timeout_s):
                 worker.stdin.write(len(frame).to_bytes(4, "big") + frame)
+                for content in images:
+                    worker.stdin.write(content)
                 await worker.stdin.drain()
                 answer = await _read(worker)
         except TimeoutError:
@@ -187,11 +197,38 @@ class PromptPool:
         self._idle.put_nowait(worker)
 
 
+def _without_images(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[tuple[bool, bytes]]]:
+    """Return a chat with bare image parts, and what they held: whether it is an address, and the bytes."""
+    chat, images = list[Mapping[str, Any]](), list[tuple[bool, bytes]]()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                is_address = part.get("type") == "image_url"
+                if is_address:
+                    images.append((True, part["image_url"]["url"].encode(errors="replace")))
+                elif isinstance(part.get("image"), bytes):
+                    images.append((False, part["image"]))
+                else:
+                    parts.append(part)
+                    continue
+                parts.append({"type": "image"})
+            message = {**message, "content": parts}
+        chat.append(message)
+    return chat, images
+
+
 async def _read(worker: asyncio.subprocess.Process) -> dict[str, Any]:
-    assert worker.stdout is not None
-    head = await worker.stdout.readexactly(4)
-    answer: dict[str, Any] = json.loads(await worker.stdout.readexactly(int.from_bytes(head, "big")))
-    return answer
+    """Return a worker's next answer; its images are PreparedImages."""
+    stream = worker.stdout
+    assert stream is not None
+    head = await stream.readexactly(4)
+    answer: dict[str, Any] = json.loads(await stream.readexactly(int.from_bytes(head, "big")))
+    found = answer.get("images", ())
+    return answer | {"images": [image_of(one, await stream.readexactly(one["num_bytes"])) for one in found]}
 
 
 def _kill(worker: asyncio.subprocess.Process) -> None:

@@ -89,6 +89,7 @@ def make_service(
     stepped = AsyncEngine(
         engine,
         max_open=config.max_open,
+        max_image_bytes=config.max_image_bytes,
         stream_buffer=config.stream_buffer,
         step_timeout_s=config.step_timeout_s,
         observer=metrics,

@@ -274,7 +274,7 @@ class DepthController:
         if known.tries < _TRIES:
             known.hopes -= 1
             return _TRIED_ROUNDS
-        if best and self._rounds >= self._retry_at:
+        if self._rounds >= self._retry_at:
             return self._retry(round_class, speeds)
         return self._held_rounds()
 
@@ -291,7 +291,9 @@ class DepthController:
         at, times = self.depths.index(self.depth), self._times[round_class]
         neighbours = self.depths[max(at - 1, 0) : at] + self.depths[at + 1 : at + 2]
         other = min(neighbours, key=lambda depth: times[depth].at if depth in times else -1)
-        loss = _RETRY_ROUNDS * min(max(1 - speeds[other] / speeds[self.depth], 0.0), _LARGEST_LOSS)
+        # The first round after depth 0 also catches up, so it is not timed.
+        rounds = _RETRY_ROUNDS + (not self.depth)
+        loss = rounds * min(max(1 - speeds[other] / speeds[self.depth], 0.0), _LARGEST_LOSS)
         if self._lost + loss > _EARLY_LOST + _MOST_LOST * self._rounds:
             return self._held_rounds()
         self._lost += loss
@@ -301,7 +303,7 @@ class DepthController:
         self._retry_after = min(_RETRY_GROWTH * self._retry_after, _LAST_RETRY)
         self._retry_at = self._rounds + self._retry_after
         self.reason = "retry"
-        return _RETRY_ROUNDS
+        return rounds
 
     def speeds(self, bucket: Hashable, context: int) -> dict[int, float]:
         """Return the expected tokens per second of one request at each depth, in a bucket and context class.

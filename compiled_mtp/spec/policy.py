@@ -20,10 +20,11 @@ class DepthPolicy:
     depths: those that are ready; sizes: the numbers of requests of the compiled buckets, ascending; clock:
     returns seconds. A round's time ends at its result. It begins at its launch, or at the previous result if
     that came later, because with a launch in flight the device runs one after the other without a pause. If
-    the launch in flight is not a round, the time is dropped: a prompt chunk may occupy the host for longer
-    than the device runs the round. After a result that was read late, the time begins at the launch unless
-    its own result is late too: a time may be too long, never too short. Rounds with looked-up drafts show
-    nothing of a chain: `wide` records them. For the thread that steps; any thread may call `rounds`.
+    the launch in flight is not a round, the time of a late result is dropped: a prompt chunk may occupy the
+    host for longer than the device runs the round. After a result that was read late, the time begins at the
+    launch unless its own result is late too: a time may be too long, never too short. Rounds with looked-up
+    drafts show nothing of a chain: `wide` records them. For the thread that steps; any thread may call
+    `rounds`.
     """
 
     def __init__(
@@ -87,8 +88,12 @@ class DepthPolicy:
         """Record a result, which was read just now."""
         plan, now_s = result.plan, self._clock()
         begin_s = self._launched_s.pop(plan.step_id, now_s)
-        if begin_s < self._last_s and not (self._is_late and (plan.kind == "verify" or not result.is_late)):
-            begin_s = self._last_s
+        is_exact = not result.is_late
+        if begin_s < self._last_s:
+            if self._is_late and (plan.kind == "verify" or not result.is_late):
+                is_exact = False
+            else:
+                begin_s = self._last_s
         opened, self._open_verify = self._open_verify, None
         self._last_s, self._is_late = now_s, result.is_late
         if result.error is not None:
@@ -114,7 +119,7 @@ class DepthPolicy:
         # Most plans have neither moves nor a catch-up, so the call is avoided.
         if (plan.moves or plan.catches_up) and _is_disturbed(plan):
             return
-        if now_s > begin_s and self._other_step_id < plan.step_id:
+        if now_s > begin_s and (self._other_step_id < plan.step_id or is_exact):
             read = (len(plan.slots), plan.kind == "accept")
             bucket = self._planned_bucket if read == self._planned else self._bucket(read)
             verify, depth = plan.shape

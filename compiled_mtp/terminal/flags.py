@@ -111,7 +111,8 @@ class Parser(argparse.ArgumentParser):
             message = unknown + " ".join(self._unknown)
         remedy = None
         if message.startswith(unknown):
-            remedy = remedy_for(message.removeprefix(unknown).split()[0], self._option_string_actions)
+            first, *_ = message.removeprefix(unknown).split() or ["-"]
+            remedy = remedy_for(first, self._option_string_actions)
         self.exit(EXIT_USAGE, f"error: {message}; {remedy or '--help lists the flags'}\n")
 
 

@@ -102,6 +102,7 @@ class _Staging:
 
     def upload(self, content: bytes, device: torch.device) -> torch.Tensor:
         """Return `content` on the device, uint8; the copy is asynchronous."""
+        assert len(content) <= self._buffer.nbytes, "an image has more tokens than the tower takes"
         # The copy of the image before may still read the buffer.
         self._is_read.synchronize()
         ctypes.memmove(self._buffer.data_ptr(), content, len(content))

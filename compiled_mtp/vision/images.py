@@ -46,23 +46,32 @@ class PreparedImage(NamedTuple):
 def prepare_image(image: object, vision: VisionConfig) -> PreparedImage:
     """Decode and resize an `ImageInput`. Any thread may call it.
 
-    Resizing is Pillow's, bicubic, as in transformers' slow processor. Checks the size that the file claims
-    before anything of that size is allocated. Raises ValueError for an image that cannot be read, is
-    animated, too large or too narrow, or has other than 8 bits a channel or four colours, and without Pillow.
+    A file is turned as its EXIF orientation says, and an image of Pillow is taken as it is, as transformers'
+    `load_image` and processors do. Resizing is Pillow's, bicubic, as in the slow processor. Checks the size
+    that the file claims before anything of that size is allocated. Raises ValueError for an image that cannot
+    be read, is animated, too large or too narrow, or has other than 8 bits a channel or four colours, and
+    without Pillow.
     """
     if find_spec("PIL") is None:
         raise fail("Pillow", "be installed to read images", "none", "pip install 'compiled-mtp[vision]'")
-    from PIL import Image
+    from PIL import Image, ImageOps
 
-    opened = image if isinstance(image, Image.Image) else _open(image)
+    is_file = not isinstance(image, Image.Image)
+    opened: Any = _open(image) if is_file else image
     _check(opened)
-    height, width = smart_resize(opened.height, opened.width, vision)
+    # Refuses a narrow image before it is decoded.
+    smart_resize(opened.height, opened.width, vision)
     with _readable():
-        # Decodes the file.
-        resized = _as_rgb(opened).resize((width, height), Image.Resampling.BICUBIC)
-    rows, columns, pixels = height // vision.cell, width // vision.cell, resized.tobytes()
-    shape = f"{rows} {columns} ".encode()
-    return PreparedImage(rows, columns, pixels, hashlib.blake2b(shape + pixels, digest_size=32).digest())
+        # The first call decodes the file.
+        if is_file:
+            ImageOps.exif_transpose(opened, in_place=True)
+        upright = _as_rgb(opened)
+        height, width = smart_resize(upright.height, upright.width, vision)
+        pixels = upright.resize((width, height), Image.Resampling.BICUBIC).tobytes()
+    rows, columns = height // vision.cell, width // vision.cell
+    digest = hashlib.blake2b(f"{rows} {columns} ".encode(), digest_size=32)
+    digest.update(pixels)
+    return PreparedImage(rows, columns, pixels, digest.digest())
 
 
 @contextmanager
@@ -82,6 +91,8 @@ def _open(image: object) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     content: Any = image
+    if isinstance(image, str) and "://" in image:
+        raise fail("image", "be a file on this machine", shown(image[:60]), "download it")
     if isinstance(image, (str, Path)):
         content = Path(image)
         check(content.is_file(), "image", "be a file that exists", content, "correct the path")

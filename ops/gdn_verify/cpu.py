@@ -119,6 +119,7 @@ def gdn_verify(
     eps: float,
     gate_activation: str,
     resident: bool,
+    max_unfolded: int,
 ) -> Tensor:
     slots, cursors = state_index.tolist(), list(zip(base.tolist(), pos.tolist(), strict=True))
     batch, rings = len(slots), (ring_k, ring_u, ring_g)
@@ -129,5 +130,12 @@ def gdn_verify(
     for first, last in pairwise([*range(0, batch, group), batch]):
         rows = slice(first * query_len, last * query_len)
         inputs = tuple(x[rows] for x in (q, k, v, exp_g, beta)) if group < batch else (q, k, v, exp_g, beta)
-        _step(inputs, out[rows], state, rings, slots[first:last], cursors[first:last])
+        own = slots[first:last], cursors[first:last]
+        kept = [
+            slot for slot, (begin, end) in zip(*own, strict=True) if end - begin + query_len <= max_unfolded
+        ]
+        unfolded = state[kept] if kept else None
+        _step(inputs, out[rows], state, rings, *own)
+        if unfolded is not None:
+            state[kept] = unfolded
     return gated_norm(out, z, norm_weight, eps, gate_activation)

@@ -31,7 +31,7 @@ def sum_over_keys(tile, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
 
 
 # One binary for every window length: Triton would specialise on 1 and on multiples of 16.
-@triton.jit(do_not_specialize=["query_len"])
+@triton.jit(do_not_specialize=["query_len", "max_unfolded"])
 def gdn_verify_kernel(
     q,
     k,
@@ -47,6 +47,7 @@ def gdn_verify_kernel(
     base,
     pos,
     query_len,
+    max_unfolded,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
@@ -81,7 +82,8 @@ def gdn_verify_kernel(
             tile, ring_k, ring_u, ring_g, k_rows, v_rows, folded, count, value,
             DK, DV, RING, BLOCK_V, LANES,
         )  # fmt: skip
-        tl.store(state_at, tile)
+        if count + query_len > max_unfolded:
+            tl.store(state_at, tile)
 
     # Earlier kernels may still be writing the window's inputs, but not states, rings or cursors (reference.py
     # says why).
@@ -103,14 +105,20 @@ def gdn_verify_kernel(
         next_decay = tl.load(exp_g + next_head_at)
         next_beta = tl.load(beta + next_head_at)
 
+        # With S the state before the token: u = beta (v - exp(g) S k) and o = exp(g) S q + u (k . q), that
+        # is the new state times q. Both products read S, so neither waits for the other.
         wide_key = widen_key(key, BLOCK_V)
-        read = sum_over_keys(tile * decay * wide_key, BLOCK_V, LANES)
-        update = own_beta * (value_row - read)
-        tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
-        result = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
-        tl.store(out + head_at * DV + value, result)
+        read = sum_over_keys(tile * wide_key, BLOCK_V, LANES)
+        answer = sum_over_keys(tile * widen_key(query, BLOCK_V), BLOCK_V, LANES)
+        dot = tl.sum(key * query)
+        update = own_beta * (value_row - decay * read)
+        tl.store(out + head_at * DV + value, tl.fma(update, dot, decay * answer))
+        if token + 1 < query_len:
+            # No later token needs the last state: the next round folds what it accepts.
+            tile = apply_record(tile, wide_key, update, decay, BLOCK_V, LANES)
 
-        # The ring is at least two windows long: no program of this launch folds the rows written here.
+        # A window and the entries before it fit into the ring: no program of this launch folds the rows
+        # written here.
         ring_row = ((first_row + token) % RING).to(tl.int64)
         tl.store(ring_u + (v_rows + ring_row) * DV + value, update)
         if block == 0:
@@ -138,6 +146,7 @@ def launch(args: Any) -> torch.Tensor:
     gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
         args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g,
         args.state_index, args.base, args.pos, rows // batch,
+        args.max_unfolded,
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip

@@ -17,12 +17,16 @@ _CACHE = Remedy("allocate it with StateCache")
 _CURSOR = Remedy("pass one cursor a request")
 
 
-def _windows_fit(rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: str) -> None:
+def _windows_fit(
+    rows: int, B: int, R: int, Hk: int, Hv: int, gate_activation: str, max_unfolded: int
+) -> None:
     check_gdn_heads(Hk, Hv, gate_activation)
     if B == 0 or rows % B:
         raise fail("v", "have the same number of rows for each request", (rows, B), "pad windows")
     if 2 * (rows // B) > R:
         raise fail("ring length", f"be at least 2*W = {2 * (rows // B)}", R, "use a longer ring")
+    if not 0 <= max_unfolded <= R // 2:
+        raise fail("max_unfolded", f"be 0 to {R // 2}, half of the ring", max_unfolded, "use a longer ring")
 
 
 # States, rings and cursors are written by this layer's call in the step before, by a prefill, or at a step's
@@ -62,8 +66,12 @@ def gdn_verify(
     eps: float,
     gate_activation: str,
     resident: bool = False,
+    max_unfolded: int = 0,
 ) -> Annotated[Tensor, "rows Hv*Dv", Like("z")]:
-    """Fold the ring entries of positions [base, pos) into the state, store it, and step over B windows.
+    """Fold the ring entries of positions [base, pos) into the state and step over B windows of W tokens.
+
+    The folded state is stored, unless pos - base + W is at most max_unfolded: `accept_window` then leaves
+    base as it is. max_unfolded is at most half of the ring.
 
     q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv]; z [B*W, nv*dv] (any
     row stride); norm_weight [dv], used without adding 1. Mutates state [slots, nv, dv, dk], ring_k [slots,
@@ -76,14 +84,17 @@ def gdn_verify(
     Source: Gated Delta Networks, arXiv 2412.06464.
     """
     group, ring = v.shape[1] // k.shape[1], ring_k.shape[2]
-    query_len = v.shape[0] // state_index.shape[0]
+    batch = state_index.shape[0]
+    query_len = v.shape[0] // batch
     out = torch.empty_like(v)
     for request, slot in enumerate(state_index.tolist()):
         folded, first = int(base[request]), int(pos[request])
+        current = state[slot].clone()
         for at in (position % ring for position in range(folded, first)):
             key = ring_k[slot, :, at].repeat_interleave(group, 0)
-            apply_record(state[slot], key, ring_u[slot, :, at], ring_g[slot, :, at])
-        current = state[slot].clone()
+            apply_record(current, key, ring_u[slot, :, at], ring_g[slot, :, at])
+        if first - folded + query_len > max_unfolded:
+            state[slot] = current
         for token in range(query_len):
             row, at = request * query_len + token, (first + token) % ring
             key, query = (x[row].repeat_interleave(group, 0) for x in (k, q))  # [nv, dk]

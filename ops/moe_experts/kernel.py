@@ -21,8 +21,8 @@ from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_hidden_w4a16 as
 from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
 
-# Pairs an expert has on average, from which on tiles of 64 are fuller than they are wasteful.
-W8A8_TALL_PAIRS = 16
+# Pairs an expert has on average, from which on taller tiles are faster: 64 of quantised rows, 32 of bfloat16.
+TALL_PAIRS = 16
 
 
 @triton.jit
@@ -209,11 +209,17 @@ class Configuration:
         return max(16, min(self.max_k, triton.next_power_of_2(length)))
 
 
-def configuration(dtype: torch.dtype, is_fp8: bool, prefill: bool) -> Configuration:
-    """One tile height for all numbers of rows, since a row's bits may depend on it."""
+def configuration(dtype: torch.dtype, is_fp8: bool, prefill: bool, is_tall: bool = False) -> Configuration:
+    """The tiles of a launch; is_tall: experts have TALL_PAIRS pairs and more on average.
+
+    Bfloat16 tiles of 16 and 32 pairs multiply by one class of instruction, so that no pair has other bits in
+    the taller ones (tests/gpu/test_moe.py). The others have one height for all numbers of rows.
+    """
     if dtype == torch.float32:
         return Configuration(16, 32, 32, 128 if is_fp8 else 32, 2)
     if not prefill:
+        if is_tall and not is_fp8:
+            return Configuration(32, 64, 128, 64, 4)
         return Configuration(16, 64 if is_fp8 else 32, 64, 128, 3)
     return Configuration(64, 64, 64, 128, 3) if is_fp8 else Configuration(64, 64, 128, 64, 3)
 
@@ -241,7 +247,8 @@ def launch(args: Any) -> torch.Tensor:
         return out
     # A prompt's many rows would write and read as much again for each share.
     k_splits = 1 if args.prefill else count_k_splits(whole) * inner // whole
-    config = configuration(x.dtype, args.gate_up_scale is not None, args.prefill)
+    is_tall = num_pairs >= TALL_PAIRS * experts
+    config = configuration(x.dtype, args.gate_up_scale is not None, args.prefill, is_tall)
     tiles, pairs = plan(args.ids, experts, config.tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     partial = torch.empty((k_splits, num_pairs, width), dtype=torch.float32, device=x.device)
@@ -347,7 +354,7 @@ def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
 
 def w8a8_tile_rows(num_pairs: int, experts: int) -> int:
     """The pairs of a tile. Neither height gives a pair other bits."""
-    return 64 if num_pairs >= W8A8_TALL_PAIRS * experts else 16
+    return 64 if num_pairs >= TALL_PAIRS * experts else 16
 
 
 def w8a8_constants(width: int, inner: int, tile_rows: int) -> dict[str, Any]:

@@ -42,6 +42,21 @@ def _row_sum(x: Tensor) -> Tensor:
     return torch.cat([tiles, x[:, whole:].sum(-1, keepdim=True)], dim=1).cumsum(-1)[:, -1]
 
 
+def _likeliest(x: Tensor, count: int) -> Tensor:
+    """Return the ids [M, count] of the largest values of x [M, N], the lowest id first among equal ones.
+
+    They begin a stable sort of the row, which takes ten times as long: only the values from the count-th
+    largest on are sorted here.
+    """
+    least = x.topk(count, dim=-1).values[:, -1:]
+    row, column = (x >= least).nonzero(as_tuple=True)
+    by_value = x[row, column].sort(descending=True, stable=True).indices
+    order = by_value[row[by_value].sort(stable=True).indices]
+    ends = row.bincount(minlength=x.shape[0]).cumsum(0)
+    first = torch.nn.functional.pad(ends[:-1], (1, 0))[:, None] + torch.arange(count, device=x.device)
+    return column[order[first]]
+
+
 def _has_ids(num_valid_ids: int, V: int) -> None:
     if not 0 < num_valid_ids <= V:
         raise fail("num_valid_ids", f"be in 1..{V}", num_valid_ids, "pass the tokenizer's number")
@@ -78,10 +93,10 @@ def row_logprobs(
     ids = torch.arange(num_valid_ids, device=x.device)
     is_before = (valid > own) | ((valid == own) & (ids < chosen[:, None]))
     count = min(NUM_TOP, num_valid_ids)
-    values, order = valid.sort(dim=-1, descending=True, stable=True)
+    order = _likeliest(valid, count)
     missing = (0, NUM_TOP - count)
-    top = torch.nn.functional.pad(values[:, :count], missing, value=-math.inf)
-    top_ids = torch.nn.functional.pad(order[:, :count], missing).masked_fill(top == -math.inf, 0)
+    top = torch.nn.functional.pad(valid.gather(1, order), missing, value=-math.inf)
+    top_ids = torch.nn.functional.pad(order, missing).masked_fill(top == -math.inf, 0)
     return RowLogprobs(
         logprob_of(own).squeeze(1),
         (is_before.sum(-1) + 1).to(torch.int32),

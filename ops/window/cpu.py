@@ -73,6 +73,7 @@ def accept_window(
     forced_ids: Tensor | None = None,
     token_ids: Tensor | None = None,
     matched: Tensor | None = None,
+    max_unfolded: int = 0,
 ) -> Accepted:
     query_len, index, starts = mtp_step + 1, state_index.tolist(), start.tolist()
     if forced_ids is not None:
@@ -114,7 +115,8 @@ def accept_window(
         for chain, found in zip((chain_positions, chain_slots), made, strict=True):
             chain[:, request] = torch.tensor(found, dtype=torch.int64)
     bonus, slots = torch.tensor(bonuses), state_index.long()
-    cursors.base[slots] = start
+    base = cursors.base[slots]
+    cursors.base[slots] = torch.where(start - base + query_len <= max_unfolded, base, start)
     cursors.pos[slots] = torch.tensor(ends)
     cursors.last_token[slots] = bonus
     positions, kv_slots = (torch.tensor(column) for column in places)

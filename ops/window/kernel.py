@@ -29,6 +29,7 @@ UNSPECIALIZED = (
     "token_ids",
     "token_stride",
     "matched",
+    "max_unfolded",
 )
 
 
@@ -124,6 +125,7 @@ def accept_window_kernel(
     forced_stride,
     token_stride,
     matched,
+    max_unfolded,
     LANES: tl.constexpr,
     HASH_FACTOR: tl.constexpr,
     MIX_FACTOR: tl.constexpr,
@@ -171,7 +173,8 @@ def accept_window_kernel(
     is_masked = (num_finite < num_new) & (tl.sum(tl.where(lane == num_finite, state, 0), 0) == ALL_MASKED)
     num_finite = tl.where(is_masked, -1 - num_finite, tl.minimum(num_finite, num_new))
     last = tl.where(is_live, tl.sum(tl.where(lane == num_accepted, drawn, 0), 0), 0)
-    tl.store(base + slot, first)
+    folded = tl.load(base + slot)
+    tl.store(base + slot, tl.where(first - folded + query_len <= max_unfolded, folded, first))
     tl.store(pos + slot, first + num_new)
     tl.store(last_token + slot, last)
     packed += request * (query_len + 2)
@@ -235,7 +238,7 @@ def launch_accept_window(args: Any) -> tuple[torch.Tensor, ...]:
         args.history.features, counts, counts.stride(0), args.history.recent_ids, token_ids,
         packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
         query_len, args.table.shape[1], args.block_size, args.end, chain_positions.shape[1], args.hash_limit,
-        args.forced_ids, forced_stride, token_stride, args.matched,
+        args.forced_ids, forced_stride, token_stride, args.matched, args.max_unfolded,
         LANES=LANES, HASH_FACTOR=HASH_FACTOR, MIX_FACTOR=MIX_FACTOR, RECENT_IDS=RECENT_IDS,
         REMEMBERED=PENALTIES | BAD_WORDS, DRAWN=DRAWN, ALL_MASKED=ALL_MASKED, PDL=has_pdl,
         num_warps=1, launch_pdl=has_pdl,

@@ -200,14 +200,16 @@ def accept_window(
     forced_ids: Annotated[Tensor, "slots max_model_len", I32, CONTIGUOUS, _SLOT_STATE] | None = None,
     token_ids: Annotated[Tensor, "slots positions", I32, _SLOT_STATE] | None = None,
     matched: Annotated[Tensor, "slots", I32, _SLOT_STATE] | None = None,
+    max_unfolded: int = 0,
 ) -> Accepted:
     """Accept the leading drafts that agree with the samples, commit them, and place the draft's rows.
 
     tokens [B * W], W = mtp_step + 1: the window. sampled [B * W]: row k's sample is the token after row k if
     the k drafts before it are right. outcome [B * W]: from `sample`. start [B] and table [B, blocks]: pos and
     block_table from read_window, which also took state_index, block_size and end.
-    Mutates the cursors: base becomes start, pos start + num_new, last_token the last of the num_new =
-    num_accepted + 1 new tokens. Padding keeps zeros and has num_new 0. Mutates the history of slots that
+    Mutates the cursors: base becomes start unless `gdn_verify`, with the same max_unfolded, left the states
+    unfolded; pos becomes start + num_new, last_token the last of the num_new = num_accepted + 1 new tokens.
+    Padding keeps zeros and has num_new 0. Mutates the history of slots that
     keep one: adds the new tokens.
     num_finite is the number of leading new tokens that were drawn. Below num_new, the row after them has a
     logit that is not finite; if instead all ids of that row are masked, packed holds -1 - num_finite.
@@ -238,7 +240,9 @@ def accept_window(
     is_masked = (leading < num_new) & (broken == ALL_MASKED)
     num_finite = torch.where(is_masked, -1 - leading, torch.minimum(leading, num_new))
     bonus = torch.where(is_live, drawn.gather(1, num_accepted[:, None])[:, 0], 0)
-    cursors.base[index] = start
+    base = cursors.base[index]
+    is_unfolded = start - base + query_len <= max_unfolded
+    cursors.base[index] = torch.where(is_unfolded, base, start)
     cursors.pos[index] = start + num_new
     cursors.last_token[index] = bonus
     is_kept = (history.features[index] & (PENALTIES | BAD_WORDS)) != 0

@@ -118,10 +118,18 @@ def test_a_round_under_the_pointer_is_shown(page: Page, real: Running) -> None:
     page.wait(lambda: page.one("#card").is_displayed())
     assert span.text.strip() in page.texts("#card .chip.replaced")[0].replace("␣", " ")
     assert page.count("#card .chip.wrong") == 1
+    # Nothing moves: the round is marked where it is, in the text and in the list.
+    places = """return [".answer .round[data-round='2']", "#rounds li:nth-child(3) .number"].map((one) => {
+        const box = document.querySelector(one).getBoundingClientRect();
+        return [box.left, box.top, box.width];
+    })"""
+    page.one("#prompt").click()
+    before = page.run(places)
     row = page.one("#rounds li:nth-child(3)")
     ActionChains(page.driver).move_to_element(row).perform()
     page.wait(lambda: page.count(".answer .round[data-round='2'].shown"))
     assert not page.one("#card").is_displayed()
+    assert page.run(places) == before
 
 
 def test_markup_stays_text(page: Page, scripted: Running, talker: ScriptedEngine) -> None:

@@ -25,6 +25,8 @@ from tests.cli.fakes import FakeEngine, made, run_main
             ["--max-num-seqs", "4"],
             "error: unrecognized arguments: --max-num-seqs 4; --max-num-seqs is --max-batch",
         ),
+        (["--echo", " "], "error: unrecognized arguments: --echo  ; --help lists the flags"),
+        (["--top-k=-1", " "], "error: unrecognized arguments:  ; --help lists the flags"),
         (["-hf", "a/b"], "error: unrecognized arguments: -hf; -hf is --model here"),
         (
             ["--top-k=-1", "Qwen/Qwen3.5-4B"],

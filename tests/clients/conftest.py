@@ -12,7 +12,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from tests.server.serving import CHECKPOINT, Running, running
 
-NEEDS = {"test_agents.py": "agents", "test_clients.py": "litellm"}
+NEEDS = {"test_agents.py": "agents", "test_clients.py": "litellm", "test_client_images.py": "litellm"}
 collect_ignore = [file for file, package in NEEDS.items() if find_spec(package) is None]
 TEMPLATE = Path(__file__).parent / "tools.jinja"
 

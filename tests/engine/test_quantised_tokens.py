@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_dequantised_weights(tmp_path: Path, name: str) 
     directory = write_checkpoint(tmp_path / name, **sizes)
     twin = quantise(directory, choose, config)
     expected = streams(make_engine(twin, mtp_step=0, max_batch=1, dtype="float32"))
-    for mtp_step, batch in ((0, 3), (1, 1), (3, 3)):
+    for mtp_step, batch in ((0, 3), (1, 1), (3, 3), ("auto", 3)):
         engine = make_engine(
             directory, mtp_step=mtp_step, max_batch=batch, dtype="float32", prefix_cache=batch == 3
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.plan import StepPlan, StepResult
-from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.engine.test_request_features import GRAMMARS, MIXES, prompt_of, write_small_checkpoint
 from tests.engines import make_engine
@@ -229,18 +230,42 @@ def test_scores_show_nothing_of_drafts(checkpoint: Path) -> None:
     assert sum(sum(reasons.values()) for reasons in stats.rounds_by_depth.values()) == 0
 
 
-def test_many_scores_report_progress(checkpoint: Path) -> None:
+def live_requests() -> int:
+    """The requests of the whole process that something still holds."""
+    gc.collect()
+    return sum(type(one) is Request for one in gc.get_objects())
+
+
+def test_many_scores_report_progress_and_may_be_interrupted(checkpoint: Path) -> None:
     seen: list[tuple[int, int]] = []
-    engine = make_engine(
-        checkpoint,
-        lambda what, done, total: seen.append((done, total)) if what == "requests" else None,
-        mtp_step=7,
-        scoring=True,
-    )
-    scored = engine.score([[5, 6, index % 90] for index in range(200)], [[9, 10]] * 200)
+    interrupt_at = 0
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "requests":
+            seen.append((done, total))
+            if done == interrupt_at:
+                raise KeyboardInterrupt
+
+    engine = make_engine(checkpoint, progress, mtp_step=7, scoring=True)
+    prompts, continuations = [[5, 6, index % 90] for index in range(200)], [[9, 10]] * 200
+    before = live_requests()
+    scored = engine.score(prompts, continuations)
     assert len(scored) == 200
     assert seen[-1] == (200, 200)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    # Memory does not grow with the number of scores: the planner alone holds the last round's requests.
+    assert live_requests() <= before + 8
+    interrupt_at = seen[3][0]
+    seen.clear()
+    with pytest.raises(KeyboardInterrupt):
+        engine.score(prompts, continuations)
+    assert len(seen) == 4
+    assert not engine.has_unfinished_requests()
+    engine.scheduler.check_integrity()
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().blocks_used) == (0, 0, 0)
+    interrupt_at = 0
+    assert entries(engine.score(prompts[:9], continuations[:9])) == entries(scored[:9])
+    assert live_requests() <= before + 8
 
 
 def test_a_token_that_a_grammar_forbids_ends_its_score(checkpoint: Path) -> None:
@@ -263,6 +288,10 @@ def test_mistakes_are_named(checkpoint: Path) -> None:
         (lambda: engine.score([[1]], [[]]), r"prompts\[0\]: continuation must have at least one token"),
         (lambda: engine.score([[1]], [[-1]]), r"prompts\[0\]: continuation must lie in 0..4159, got -1"),
         (lambda: engine.score([[1]], 5), "continuations must be a list, got 5"),
+        (
+            lambda: engine.score([[1]] * 3, [[2], [2], None]),  # type: ignore[list-item]
+            r"continuations\[2\] must be a text or token ids, got None; give one for each prompt",
+        ),
         (
             lambda: engine.score([[1]] * 2, [[2], [2] * 512]),
             r"prompts\[1\]: prompt and continuation must have at most 512 tokens, got 1 and 512",

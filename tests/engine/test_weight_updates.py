@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -275,8 +276,21 @@ def test_an_engine_wakes_with_its_last_weights(paths: list[Path], expected: list
     engine.sleep()
     with pytest.raises(ValueError, match="nowhere"):
         engine.wake_up(paths[0] / "nowhere")
+    with pytest.raises(ValueError, match="it sleeps; call wake_up"):
+        tokens()
+    manifest, tensors = given(paths[0])
+    with pytest.raises(ValueError, match="weights must hold every tensor of their manifest"):
+        engine.wake_up((manifest, itertools.islice(tensors, 5)))
+    with pytest.raises(ValueError, match="its weights were not replaced; call update_weights again"):
+        tokens()
     engine.update_weights(paths[1])
     assert tokens() == expected[1]
+    engine.sleep()
+    engine.wake_up(paths[0])
+    engine.sleep()
+    # The directory that was read last.
+    engine.wake_up()
+    assert tokens() == expected[0]
 
 
 def tensor_elements() -> int:

@@ -163,6 +163,10 @@ def test_other_architectures_are_refused(name: str | None, remedy: str, tmp_path
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     assert "must be a readable file" in refused(lambda: read_container(path), path)
+    for name in ("b-Q8_0.gguf", "a-00001-of-00002.gguf", "a-00002-of-00002.gguf"):
+        (tmp_path / name).touch()
+    message = refused(lambda: read_container(path), path)
+    assert message.endswith("; its folder has a-00001-of-00002.gguf, b-Q8_0.gguf")
 
 
 def test_an_unchanged_file_is_read_once(tmp_path: Path) -> None:

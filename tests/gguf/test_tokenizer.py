@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
 
+from compiled_mtp.cli.main import main
 from compiled_mtp.gguf.container import Container, read_container
 from compiled_mtp.gguf.tokenizer import is_byte_level, tokenizer_config, tokenizer_json
 
@@ -161,3 +162,18 @@ def test_tokenizers_that_are_damaged_or_of_another_kind(
 def raise_first(container: Container) -> None:
     tokenizer_json(container)
     tokenizer_config(container)
+
+
+def test_ids_are_ranked_by_the_tokenizer_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = train("qwen35")
+    write(tmp_path / "model.gguf", made, "qwen35")
+    text = tmp_path / "text.txt"
+    text.write_text("then the the")
+    flags = ["--model", str(tmp_path / "model.gguf"), "--output", str(tmp_path / "ids")]
+    assert main(["rank-vocabulary", str(text), *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == len(made.encode("then the the").ids)
+    assert {int(line) for line in (tmp_path / "ids").read_text().split()} == set(
+        made.encode("then the the").ids
+    )

@@ -98,7 +98,7 @@ def test_shards_of_experts_have_the_bits_of_the_whole(is_shared_plain: bool) -> 
 
 # The name of a format, and for a mixture of experts how its shared expert is stored.
 CHECKPOINTS = (
-    *("gptq", "awq", "pack-g64", "gptq-g32-bf16", "pack-channel-asym"),
+    *("gptq", "awq", "pack-g64", "gptq-g32-bf16", "pack-channel-asym", "auto-round-gptq"),
     *("gptq moe", "pack-g64 moe", "gptq moe, shared expert plain"),
 )
 
@@ -148,6 +148,8 @@ def test_tokens_do_not_depend_on_depth_batch_or_cache(directory: Path) -> None:
     many = streams(directory, 20, mtp_step=3)
     assert {name: many[name] for name in three} == three
     assert streams(directory, 3, mtp_step=3, prefix_cache=False) == three
+    assert streams(directory, 3, mtp_step="auto") == three
+    assert streams(directory, 3, mtp_step=3, draft_vocab=64) == three
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq moe", "gptq moe, shared expert plain"])

@@ -16,6 +16,7 @@ from tests.ops.gdn_cases import (
     Layer,
     Shape,
     Stream,
+    check_unfolded_states,
     check_windows_equal_single_steps,
     conv_float64,
     gated_norm_float64,
@@ -86,6 +87,10 @@ def test_verify_equals_float64(shape: Shape, dtype: torch.dtype) -> None:
 
 def test_verify_windows_equal_single_steps(shape: Shape, dtype: torch.dtype) -> None:
     check_windows_equal_single_steps(gdn_verify, shape, rounds=24, dtype=dtype, device="cuda")
+
+
+def test_unfolded_states_change_no_bit(shape: Shape, dtype: torch.dtype) -> None:
+    check_unfolded_states(gdn_verify, shape, rounds=21, dtype=dtype, device="cuda")
 
 
 def test_verify_rows_do_not_depend_on_batch() -> None:

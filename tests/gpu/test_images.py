@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ from tests.engines import make_engine, run_to_end
 from tests.ops.harness import check_launch, poisoned_allocations
 from tests.ops.test_qk_norm_rope_kv_write import make, with_axes
 from tests.vision.checkpoints import picture, vision_oracle, write_vision_checkpoint
-from tests.vision.traffic import add, decode_mixed, pad_of, requests
+from tests.vision.traffic import (
+    add,
+    check_preempted,
+    check_resumed_from_host,
+    decode_mixed,
+    make_dirt,
+    pad_of,
+    requests,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -91,18 +100,21 @@ def encode(encoder: Encoder, sizes: tuple[int, int], slice_parts: int) -> torch.
 def test_features_are_the_same_bits_again(directories: dict[str, Path], dtype: str) -> None:
     """In slices, beside other work of the device, with a dirty allocator; and near transformers'."""
     engine = gpu_engine(directories["qwen3_5"], dtype=dtype, compile="off", mtp_step=0)
-    encoder, reference = engine.runner.encoder, vision_oracle(directories["qwen3_5"])
-    assert encoder is not None
-    # The layers of the last have two parts.
+    reference = vision_oracle(directories["qwen3_5"])
+    assert engine.runner.encoder is not None
+    tower = engine.runner.encoder.tower
+    tower.config = replace(tower.config, most_pixels=1 << 21)
+    encoder = Encoder(tower)
+    # The layers of the last have two parts; transformers' processor would shrink it.
     for sizes in ((1, 1), (3, 10), (12, 12), (32, 32), (33, 34)):
-        first = encode(encoder, sizes, encoder.tower.count_parts(sizes[0] * sizes[1]))
-        want = reference.features(picture(sizes[1] * 32, sizes[0] * 32, seed=sizes[0]))
-        tolerance = {"bfloat16": 0.5, "float32": 2e-3}[dtype]
-        assert float((first.float().cpu() - want).abs().max()) < tolerance
+        first = encode(encoder, sizes, tower.count_parts(sizes[0] * sizes[1]))
+        if sizes != (33, 34):
+            want = reference.features(picture(sizes[1] * 32, sizes[0] * 32, seed=sizes[0]))
+            tolerance = {"bfloat16": 0.5, "float32": 2e-3}[dtype]
+            assert float((first.float().cpu() - want).abs().max()) < tolerance
         beside = torch.cuda.Stream()
         for slice_parts in (1, 3):
-            dirt = [torch.full((1 << size,), float("nan"), device="cuda") for size in (12, 16, 20, 24)]
-            del dirt
+            make_dirt(torch.device("cuda"))
             with torch.cuda.stream(beside):
                 other = torch.randn(4096, 4096, device="cuda")
                 for _ in range(20):
@@ -183,3 +195,24 @@ def test_same_tokens_compiled(directories: dict[str, Path], graph_mode: str) -> 
         with torch.compiler.set_stance("fail_on_recompile"):
             tokens.append(decode_mixed(engine, mtp_step))
     assert tokens[0] == tokens[1] == plain_streams(directories["qwen3_5"], "float32")
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3])
+def test_prompts_with_images_come_back_from_host_memory(directories: dict[str, Path], mtp_step: int) -> None:
+    run = partial(gpu_engine, directories["qwen3_5"], dtype="bfloat16", compile="off")
+    sizes = {"max_model_len": 256, "num_blocks": 17, "block_size": 16, "max_batch": 2, "prefill_chunk": 64}
+    check_resumed_from_host(run(mtp_step=mtp_step, **sizes), run(mtp_step=0, prefix_cache=False))
+
+
+@pytest.mark.parametrize(("offload_gb", "counts"), [(0, (2, 0)), (None, (1, 1))])
+@pytest.mark.parametrize("most", [1, None])
+def test_preempted_requests_with_images(
+    directories: dict[str, Path], offload_gb: float | None, counts: tuple[int, int], most: int | None
+) -> None:
+    """In slices of a part, and whole; recomputed twice, or recomputed and then offloaded."""
+    run = partial(gpu_engine, directories["qwen3_5"], dtype="bfloat16", compile="off", prefix_cache=False)
+    engine = run(offload_gb=offload_gb, max_in_flight=0)
+    if most is not None:
+        object.__setattr__(engine.scheduler.limits.tower, "most", most)
+    check_preempted(engine, run(mtp_step=0))
+    assert (engine.stats().recomputes, engine.stats().offloads) == counts

@@ -21,7 +21,7 @@ from tests.quantised import quantise
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ("medium", "medium-tied", "Q6_K", "Q8_0", "nvfp4", "modelopt-nvfp4", "mxfp4")
+NAMES = ("medium", "medium-tied", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "nvfp4", "modelopt-nvfp4", "mxfp4")
 
 
 def write(directory: Path, name: str) -> Path:
@@ -71,6 +71,7 @@ def test_tokens_do_not_depend_on_depth_batch_or_cache(model: Path) -> None:
     many = streams(model, 20, mtp_step=3)
     assert {name: many[name] for name in three} == three
     assert streams(model, 3, mtp_step=3, prefix_cache=False) == three
+    assert streams(model, 3, mtp_step="auto") == three
     assert streams(model, 3, mtp_step=3, draft_vocab=64) == three
 
 

@@ -35,6 +35,7 @@ def test_windows(mtp_step: int, order: list[int], hash_limit: int | None, is_for
     check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11))
     lookup = (*accept, *make_lookup("cuda"))
     check_launch(accept_window, lookup, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11, 17))
+    check_launch(accept_window, (*lookup, 5), rtol=0, atol=0, mutated=(6, 7, 8, 10, 11, 17))
 
 
 def test_a_table_of_several_parts_is_copied_whole() -> None:

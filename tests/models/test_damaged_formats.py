@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_mtp.cli.main import main
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights
 from tests.checkpoints import write_checkpoint
@@ -224,7 +225,7 @@ CASES: dict[str, tuple[Packer, dict[str, Any] | None, Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_damage_is_named_in_one_line(tmp_path: Path, name: str) -> None:
+def test_damage_is_named_in_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     packer, config, change, message = CASES[name]
     directory = make(tmp_path, packer, config)
     damage(directory, change)
@@ -232,6 +233,8 @@ def test_damage_is_named_in_one_line(tmp_path: Path, name: str) -> None:
         check(directory)
     assert X in str(error.value)
     assert "\n" not in str(error.value)
+    assert main(["inspect", str(directory), "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == f"error: {error.value}\n"
 
 
 @pytest.mark.parametrize("packer", [gptq(), nvfp4()], ids=["gptq", "nvfp4"])

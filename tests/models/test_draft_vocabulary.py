@@ -97,7 +97,10 @@ def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFi
     output.unlink()
     refused = {
         "top must be at least 1, got 0": [str(tmp_path), "--top=0"],
-        f"model must be a directory, got {tmp_path}/typo": [str(tmp_path), f"--model={tmp_path}/typo"],
+        f"model must be a GGUF file or a directory, got {tmp_path}/typo": [
+            str(tmp_path),
+            f"--model={tmp_path}/typo",
+        ],
         "paths must exist, got no": ["no"],
         f"output must be a file in a directory that exists, got {tmp_path}": [
             str(tmp_path),

@@ -68,6 +68,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, gib: float, capability: tuple[int, i
     facts = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: 1.0)
 
 
 def planned(

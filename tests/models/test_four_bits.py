@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from compiled_mtp.benchmarks.released_shapes import fill_random
 from compiled_mtp.cli.inspect import describe_run
@@ -21,7 +23,10 @@ from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, count_weights, load_weights, read_formats
 from compiled_mtp.ops.int4 import dequantize
+from compiled_mtp.request import SamplingParams
 from tests.checkpoints import allocate, write_checkpoint
+from tests.communicators.threads import ThreadCommunicator, thread_communicators
+from tests.engines import make_engine
 from tests.models.test_quantised import FORMATS, SMALL, every_linear
 from tests.quantised import quantise
 
@@ -83,7 +88,7 @@ def test_values_are_the_dequantised_ones(tmp_path: Path, name: str, world: int) 
     formats = read_formats(read_model_config(tmp_path), tmp_path, CPU, None)
     kept = {parameter for parameter, form in formats.items() if form.group}
     assert {parameter.split(".")[-2] for parameter in kept} == {
-        *("qkv", "o_proj", "in_proj", "out_proj", "gate_up", "down")
+        *("qkv", "o_proj", "in_proj", "out_proj", "gate_up", "down", "lm_head")
     }
     assert any(parameter.startswith("mtp.") for parameter in kept)
     # Without codes, in_proj is also q|k|v|z alone, in the activations' dtype.
@@ -94,6 +99,37 @@ def test_values_are_the_dequantised_ones(tmp_path: Path, name: str, world: int) 
             assert torch.equal(values_of(codes, parameter), values[parameter]), parameter
         for parameter in values.keys() - kept:
             assert torch.equal(codes[parameter], values[parameter]), parameter
+
+
+def test_a_packed_head_gives_the_logits_and_rows_of_its_values(tmp_path: Path) -> None:
+    packer, config = FORMATS["gptq"]
+    write_checkpoint(tmp_path, **SIZES)
+    quantise(tmp_path, lambda module: packer if module == "lm_head" else None, config)
+    model = read_model_config(tmp_path)
+    formats = read_formats(model, tmp_path, CPU, None)
+    assert [*formats] == ["lm_head.weight"]
+    codes = loaded(tmp_path, formats)
+    values, dtype = values_of(codes, "lm_head.weight"), torch.bfloat16
+    hidden, ids = torch.randn(5, model.hidden_size).to(dtype), torch.tensor([3, 255, 16, 3, 31])
+    words, groups = codes["lm_head.weight"], codes["lm_head.weight_scale"]
+    wanted = F.linear(hidden.float(), dequantize(words, groups))
+
+    def run(communicator: ThreadCommunicator | None) -> list[torch.Tensor]:
+        rank, world = (0, 1) if communicator is None else (communicator.rank, communicator.world)
+        target = TargetModel(model.shard(rank, world), dtype, CPU, formats, communicator)
+        own = {name: part.data for name, part in target.named_parameters()}
+        load_weights(model, tmp_path, own, with_mtp=False, formats=formats, rank=rank, world=world)
+        assert target.is_head_packed
+        assert target.head_bytes * world == words.nbytes + groups.nbytes
+        return [target.logits(hidden), target.head_rows(ids), target.head_rows(None)]
+
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(run, thread_communicators(2)))
+    for logits, some, own in (run(None), *ranks):
+        torch.testing.assert_close(logits, wanted)
+        assert torch.equal(some, values[ids])
+        assert len(own) in (len(values), len(values) // 2)
+    assert torch.equal(torch.cat([own for _, _, own in ranks]), values)
 
 
 @pytest.mark.parametrize("name", ["gptq-8", "fp8-channel", "nvfp4"])
@@ -239,3 +275,20 @@ def test_a_mixture_keeps_both_stacks_or_neither(tmp_path: Path) -> None:
     # The MTP layer has the number 0 too.
     assert kept == {"layers.1"}
     loaded(tmp_path, formats)
+
+
+def test_tokens_do_not_depend_on_depth_with_a_packed_head(tmp_path: Path) -> None:
+    packer, config = FORMATS["gptq"]
+    write_checkpoint(tmp_path, **SIZES)
+    quantise(tmp_path, every_linear(packer), config)
+
+    def tokens(**options: Any) -> list[list[int]]:
+        engine = make_engine(tmp_path, dtype="bfloat16", max_batch=2, max_model_len=128, **options)
+        assert engine.runner.step.target.is_head_packed
+        params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0)
+        return [output.new_token_ids for output in engine.generate([[1, 2, 3, 4], [*range(20)]], params)]
+
+    plainly = tokens(mtp_step=0)
+    assert tokens(mtp_step=2) == plainly
+    assert tokens(mtp_step=2, draft_vocab=64) == plainly
+    assert tokens(mtp_step=2, draft_dtype="float8_e4m3fn") == plainly

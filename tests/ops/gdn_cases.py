@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.ops.harness import assert_same_bits
+
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
@@ -261,6 +263,7 @@ class Stream:
     pos: list[int]
     gate_activation: str = "silu"
     eps: float = 1e-6
+    max_unfolded: int = 0
 
     def cursors(self, requests: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         device = self.cache.state.device
@@ -273,14 +276,19 @@ class Stream:
     def verify(
         self, verify: Callable[..., torch.Tensor], window: Window, requests: list[int]
     ) -> torch.Tensor:
-        """Verify one window of the given requests; sets `base` to `pos`; `pos` changes in `accept` only."""
+        """Verify one window of the given requests; sets `base` to `pos` where the state is stored.
+
+        `pos` changes in `accept` only.
+        """
         cache = self.cache
         y = verify(
             *window, self.layer.norm_weight, cache.state, cache.ring_k, cache.ring_u, cache.ring_g,
-            *self.cursors(requests), self.eps, self.gate_activation,
+            *self.cursors(requests), self.eps, self.gate_activation, max_unfolded=self.max_unfolded,
         )  # fmt: skip
+        query_len = len(window[0]) // len(requests)
         for request in requests:
-            self.base[request] = self.pos[request]
+            if self.pos[request] - self.base[request] + query_len > self.max_unfolded:
+                self.base[request] = self.pos[request]
         return y
 
     def accept(self, request: int, count: int, query_len: int) -> None:
@@ -339,3 +347,39 @@ def check_windows_equal_single_steps(
     for now, then in zip(windows.cache.tensors, before.tensors, strict=True):
         assert torch.equal(now[[1, 5]].nan_to_num(), then[[1, 5]].nan_to_num())
         assert torch.equal(now[[1, 5]].isnan(), then[[1, 5]].isnan())
+
+
+def check_unfolded_states(
+    verify: Callable[..., torch.Tensor],
+    shape: Shape,
+    *,
+    rounds: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
+    """Check that rounds which leave entries unfolded give the bits of rounds that store every state.
+
+    Eight requests in most rounds, two in some; changing W, random acceptance, NaN in rejected ring entries.
+    """
+    rng = torch.Generator().manual_seed(5)
+    layer, slots = make_layer(shape, dtype, device=device), [3, 2, 4, 8, 1, 7, 5, 6]
+    lazy, eager = (
+        Stream(layer, make_cache(shape, 9, 16, dtype, device), slots, [61] * 8, [61] * 8, max_unfolded=limit)
+        for limit in (8, 0)
+    )
+    num_stored = 0
+    for round_number in range(rounds):
+        query_len = (4, 2, 4, 1, 8, 3)[round_number % 6]
+        requests = [6, 1] if round_number % 7 == 6 else list(range(8))
+        window = make_window(shape, len(requests) * query_len, dtype, seed=200 + round_number, device=device)
+        before, base = lazy.cache.state.clone(), list(lazy.base)
+        assert_same_bits([lazy.verify(verify, window, requests)], [eager.verify(verify, window, requests)])
+        for request in requests:
+            if lazy.base[request] == base[request]:
+                assert torch.equal(lazy.cache.state[slots[request]], before[slots[request]])
+            num_stored += lazy.base[request] != base[request]
+            count = int(torch.randint(1, query_len + 1, (1,), generator=rng))
+            for stream in (lazy, eager):
+                stream.accept(request, count, query_len)
+        assert_same_bits([lazy.folded(verify)], [eager.folded(verify)])
+    assert 0 < num_stored < 8 * rounds / 2

@@ -12,6 +12,7 @@ from compiled_mtp.ops.gdn_verify import gdn_verify
 from tests.ops.gdn_cases import (
     Shape,
     Stream,
+    check_unfolded_states,
     check_windows_equal_single_steps,
     gated_norm_float64,
     make_cache,
@@ -126,8 +127,32 @@ def test_the_cpu_computes_the_specification(requests: int, query_len: int) -> No
     check_equal(gdn_verify, gdn_verify.reference, args, rtol=3e-6, atol=3e-6, mutated=(7, 8, 9, 10))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unfolded_states_change_no_bit(shape: Shape) -> None:
+    check_unfolded_states(gdn_verify, shape, rounds=14)
+
+
+@pytest.mark.parametrize("max_unfolded", [0, 3, 4])
+def test_the_cpu_leaves_the_same_states_unfolded(max_unfolded: int) -> None:
+    """Entries and window are 2, 3 and 5 tokens together: some states are stored and some are not."""
+    args = list(arguments(3, 1))
+    args[12] = args[13] - torch.tensor([1, 2, 4])
+    last = (*args, False, max_unfolded)
+    check_equal(gdn_verify, gdn_verify.reference, last, rtol=3e-6, atol=3e-6, mutated=(7, 8, 9, 10))
+    before, state = arguments(3, 1)[7], args[7]
+    index = args[11].long()
+    gdn_verify(*last)
+    is_stored = [not torch.equal(state[slot], before[slot]) for slot in index]
+    assert is_stored == [max_unfolded < 2, max_unfolded < 3, True]
+
+
+def test_rejects_more_unfolded_entries_than_half_of_the_ring() -> None:
+    with pytest.raises(ValueError, match="max_unfolded must be 0 to 4, half of the ring, got 5"):
+        gdn_verify(*arguments(2, 2), max_unfolded=5)
+
+
 def test_registration_and_compilation() -> None:
-    check_registration(torch.ops.compiled_mtp.gdn_verify.default, (*arguments(2, 2), False))
+    check_registration(torch.ops.compiled_mtp.gdn_verify.default, (*arguments(2, 2), False, 0))
     check_compiles(gdn_verify, [arguments(2, 2), arguments(3, 4)])
 
 
@@ -152,6 +177,10 @@ def test_rejects(index: int, change: Callable[[Any], Any], message: str) -> None
 
 def test_kernel_in_interpreter(interpreter: None) -> None:
     check_launch(gdn_verify, arguments(3, 4), rtol=3e-6, atol=3e-6, mutated=(7, 8, 9, 10))
+
+
+def test_unfolded_states_in_interpreter(interpreter: None) -> None:
+    check_unfolded_states(gdn_verify.launch, Shape(1, 2, 16, 16), rounds=4)
 
 
 def test_kernel_windows_equal_single_steps_in_interpreter(interpreter: None) -> None:

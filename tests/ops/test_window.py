@@ -127,8 +127,8 @@ def test_forced_ids_take_the_place_of_samples(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
-    """Compare every tensor of both, over requests at any stage, reserved blocks at any position, and all
-    outcomes."""
+    """Compare every tensor of both, over requests at any stage, blocks at any position and all outcomes, with
+    states that are stored and states that are not."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -140,6 +140,7 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
     index[draw(0, 2, batch) * draw(0, 2, batch) > 0] = 0
     given = make_slots(mtp_step, "cpu")
     given["pos"][1:] = draw(0, END + 3, SLOTS - 1)
+    given["base"] = (given["pos"] - draw(0, 9, SLOTS)).clamp(min=0)
     given["block_table"][1:] = draw(-1, 4, SLOTS - 1, BLOCKS).to(torch.int32)
     given["features"] = draw(0, 64, SLOTS).to(torch.int32)
     # Few ids, so that some drafts are right and some tokens repeat.
@@ -156,7 +157,7 @@ def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
         drawn = (window.tokens, sampled, outcome.to(torch.uint8))
         commit = (index, window.pos, window.block_table, cursors_of(slots), history_of(slots))
         token_ids, matched = make_lookup("cpu") if seed % 5 else (None, None)
-        accepted = accept(*drawn, *commit, *sizes, limit, forced, token_ids, matched)
+        accepted = accept(*drawn, *commit, *sizes, limit, forced, token_ids, matched, seed % 4 * 6)
         written = slots["pos"] if token_ids is None else token_ids
         found.append([*window, *accepted, *slots.values(), written])
     for ours, expected in zip(*found, strict=True):
@@ -216,7 +217,7 @@ def test_registration_and_compile() -> None:
         read.append(read_arguments(slots, order, 3))
         forced = make_forced(slots, 3)
         own = accept_arguments(slots, read_window(*read[-1]), order, 3, HASH_LIMIT, forced)
-        accept.append((*own, *make_lookup("cpu")))
+        accept.append((*own, *make_lookup("cpu"), 0))
     check_registration(torch.ops.compiled_mtp.read_window.default, read[1])
     check_registration(torch.ops.compiled_mtp.accept_window.default, accept[1])
     check_compiles(read_window, read)
@@ -255,6 +256,21 @@ def test_kernels_of_lookup_in_interpreter(interpreter: None, mtp_step: int) -> N
         window = read_window(*read_arguments(slots, order, mtp_step))
         accept = (*accept_arguments(slots, window, order, mtp_step, HASH_LIMIT), *make_lookup("cpu"))
         check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11, 17))
+
+
+@pytest.mark.parametrize("mtp_step", [0, 3, 4])
+def test_base_stays_where_states_are_left_unfolded(interpreter: None, mtp_step: int) -> None:
+    """Ten requests with 0 or 2 entries since base: with at most 5, those with 2 and a window of 4 move."""
+    slots = make_slots(mtp_step, "cpu")
+    before = {name: tensor.clone() for name, tensor in slots.items()}
+    window = read_window(*read_arguments(slots, ORDERS[-1], mtp_step))
+    accept = (*accept_arguments(slots, window, ORDERS[-1], mtp_step), None, None, 5)
+    check_launch(accept_window, accept, rtol=0, atol=0, mutated=(6, 7, 8, 10, 11))
+    accept_window(*accept)
+    num_since = before["pos"] - before["base"]
+    expected = torch.where(num_since + mtp_step + 1 <= 5, before["base"], before["pos"])
+    assert torch.equal(slots["base"], expected)
+    assert (slots["base"] != before["base"]).any() == (mtp_step > 2)
 
 
 @pytest.mark.parametrize("mtp_step", [0, 1, 3, 7, 15])

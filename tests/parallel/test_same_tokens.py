@@ -17,6 +17,7 @@ from compiled_mtp.runner import memory
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, write_checkpoint
 from tests.communicators.threads import ThreadCommunicator, ThreadRunner, engine_of
 from tests.engines import prompt_of
+from tests.gguf.test_tensors import mixture
 from tests.gguf_files import write_gguf
 
 SIZES: dict[str, Any] = {"num_q_heads": 4, "num_value_heads": 4}
@@ -119,6 +120,18 @@ def test_a_bfloat16_gguf_file_on_ranks_gives_the_tokens_of_its_checkpoint(tmp_pa
             found.append(decode(engine))
         # Log probabilities differ by a rounding: the file has -exp(A_log), in float32.
         assert [tokens for tokens, _ in found[-1]] == wanted, world
+    assert found[1:] == found[:-1]
+
+
+@pytest.mark.parametrize("name", ["dense-r4", "next-r2", "moe-mixed"])
+def test_a_file_of_k_quants_gives_the_same_tokens_on_ranks(tmp_path: Path, name: str) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 4}
+    directory = write_checkpoint(tmp_path / name, **(dict(FAMILIES)[name] | SIZES | wide))
+    path = write_gguf(directory, tmp_path / "model.gguf", mixture)
+    found = []
+    for world in (1, 2, 4):
+        with engine_of(path, world) as engine:
+            found.append(decode(engine))
     assert found[1:] == found[:-1]
 
 

@@ -202,7 +202,10 @@ def test_what_a_replica_refuses() -> None:
         return said[0]
 
     async def run() -> None:
-        engine = AsyncEngine(scripted(1), max_open=1)
+        slow = scripted(1)
+        # The taken request must not end before the next is refused.
+        slow.step_s = 0.05
+        engine = AsyncEngine(slow, max_open=1)
         invalid = await first(engine, [])
         assert isinstance(invalid, Refused)
         assert (invalid.kind, invalid.replica_id) == ("invalid", "r")

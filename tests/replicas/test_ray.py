@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ def free_port() -> int:
 class Served:
     """The service on Ray: its address and its deployments."""
 
-    def __init__(self, port: int, metrics_port: int) -> None:
+    def __init__(self, port: int, metrics_port: int, args: Mapping[str, Any]) -> None:
+        self.args = dict(args)
         self.url = f"http://127.0.0.1:{port}"
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
 
@@ -59,7 +60,7 @@ class Served:
         application = {
             "name": "mtp",
             "import_path": "compiled_mtp.ray_serve:app",
-            "args": ARGS,
+            "args": self.args,
             "deployments": [{"name": "Engine", "num_replicas": num_replicas}],
         }
         _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
@@ -89,15 +90,16 @@ class Served:
         return float(next(line.split()[-1] for line in lines if line.startswith(f"{name} ")))
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+@contextlib.contextmanager
+def on_ray(args: Mapping[str, Any]) -> Iterator[Served]:
+    """Serve two replicas with these arguments."""
     # Ray replaces a proxy that is not ready after 5 s, on a busy machine repeatedly. It reads this at import.
     patience = {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
     os.environ |= {"PYTHONPATH": str(ROOT), **patience}
     import ray
     from ray import serve
 
-    found = Served(free_port(), metrics_port := free_port())
+    found = Served(free_port(), metrics_port := free_port(), args)
     ray.init(
         num_cpus=8,
         include_dashboard=False,
@@ -119,6 +121,12 @@ def served() -> Iterator[Served]:
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with on_ray(ARGS) as found:
+        yield found
 
 
 def body_of(index: int) -> dict[str, Any]:

@@ -69,6 +69,7 @@ def test_each_argument_has_its_config() -> None:
     assert again == settings
     assert (server.max_open, server.served_model_name, engine.mtp_step) == (7, ("a", "b"), 1)
     assert split_args({"seed": 3})[2].seed == 3
+    assert split_args({"max_images": "4"})[2].max_images == 4
 
 
 @pytest.mark.parametrize(
@@ -465,10 +466,10 @@ def test_a_replica_knows_the_files_before_it_reads_one(
     monkeypatch.setattr(name, lambda frontend: warm.append(frontend))
     fields = EngineConfig(model=model, device="cpu").model_dump(mode="json")
     with pytest.raises(ValueError, match=r"got changes of \['config.json'\]"):
-        ray_serve.EngineReplica(fields, 8, 8, 300.0)
+        ray_serve.EngineReplica(fields, 8, 0, 8, 300.0)
     assert len(warm) == 1
     with pytest.raises(ValueError, match="missing"):
-        ray_serve.EngineReplica(fields | {"model": str(tmp_path / "missing")}, 8, 8, 300.0)
+        ray_serve.EngineReplica(fields | {"model": str(tmp_path / "missing")}, 8, 0, 8, 300.0)
 
 
 def test_a_replica_whose_step_hangs_is_unhealthy(tmp_path: Path) -> None:

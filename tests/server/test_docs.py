@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.benchmarks import service_load
 from compiled_mtp.frontend.tokenizer import Tokenizer
-from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
 from compiled_mtp.server.serve import make_parser
 from tests.server.serving import Running, ScriptedEngine, make_family, running
@@ -35,9 +34,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
 
 
 def test_every_example_is_run() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", *["python"] * 5]
-    # tests/server/test_serve.py starts servers.
+    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", *["python"] * 5, "bash"]
+    # tests/server/test_serve.py starts servers, tests/benchmarks sends loads.
     make_parser().parse_args(shlex.split(BLOCKS[0][1])[2:])
+    service_load.make_parser().parse_args(shlex.split(BLOCKS[7][1].replace("\\\n", " "))[3:])
 
 
 def test_curl(served: Any) -> None:
@@ -94,13 +94,6 @@ def test_the_list_of_fields_without_effect() -> None:
 
 
 def test_named_flags_exist() -> None:
-    flags = set(re.findall(r"`--([a-z-]+)", TEXT)) - {
-        "help",
-        "help-all",
-        "config",
-        "model",
-        "sweep",
-        "exact-match",
-    }
-    known = ServerConfig.model_fields.keys() | EngineConfig.model_fields.keys()
-    assert {flag.replace("-", "_") for flag in flags} <= known
+    parsers = (make_parser(), service_load.make_parser())
+    known = {flag for parser in parsers for flag in parser._option_string_actions}
+    assert set(re.findall(r"`(--[a-z-]+)", TEXT)) - known == set()

@@ -11,7 +11,7 @@ from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.spec.policy import DepthPolicy
 
-SIZES = (1, 2, 4, 8, 16, 32)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEPTHS = (0, 1, 2, 3, 5)
 
 
@@ -22,7 +22,7 @@ def _round_ms(
 
     A draft takes its own time and adds a row to verify; a row takes longer the more rows there are."""
     found, known = {}, sorted(none_ms)
-    for size in SIZES:
+    for size in [size for size in SIZES if size <= known[-1]]:
         at = max(bisect_left(known, size), 1)
         low, high = known[at - 1], known[at]
         share = (size - low) / (high - low)
@@ -37,6 +37,28 @@ MACHINES = {
     "27b": _round_ms({1: 12.97, 8: 14.1, 32: 17.6}, {1: 15.6, 8: 17.7, 32: 28.0}, 0.8),
 }
 """Round times on an H200; linear between the measured sizes."""
+
+MANY = {
+    "27b": {
+        64: [20.6, 21.6, 23.2, 29.1, 35.0, 40.9],
+        128: [26.6, 34.7, 46.5, 58.2, 70.0, 81.7],
+        256: [45.9, 69.4, 92.9, 116.4, 140.0, 163.5],
+    },
+    "27b fp8": {
+        64: [13.7, 14.6, 15.8, 19.2, 22.6, 25.9],
+        128: [19.7, 24.8, 31.6, 38.4, 45.1, 51.9],
+        256: [36.2, 49.7, 63.2, 76.8, 90.3, 103.8],
+    },
+    "35b-a3b": {
+        64: [19.4, 22.2, 23.2, 24.0, 24.7, 25.5],
+        128: [23.9, 25.0, 25.8, 26.6, 27.4, 28.2],
+        256: [29.2, 30.0, 30.8, 31.7, 32.5, 33.4],
+    },
+}
+"""1.3 times the roofs of rounds of many requests at depths 0 to 5 (`compiled-mtp bench step`)."""
+for _ms in MANY.values():
+    # Only the rounds between the first prompts are smaller.
+    _ms.update(dict.fromkeys((size for size in SIZES if size < 64), _ms[64]))
 
 
 def rate_for(mean_new_tokens: float) -> float:
@@ -60,8 +82,8 @@ class World:
     given that those before them were. noise: the standard deviation of a round's time, as a fraction of it.
     hiccups: the fraction of rounds that take three times as long. cold_ms: the extra time of the first round
     of a size and depth. tokens: the mean length of a request, which another follows at once; None: requests
-    do not end. chunk_ms: how long a prompt occupies the host. pauses: the fraction of results that the host
-    reads late_ms late.
+    do not end. chunk_ms, prompt_ms: how long a prompt occupies the host and the device. pauses: the fraction
+    of results that the host reads late_ms late.
     """
 
     ms: Mapping[int, Sequence[float]]
@@ -72,6 +94,7 @@ class World:
     cold_ms: float = 30.0
     tokens: int | None = None
     chunk_ms: float = 8.0
+    prompt_ms: float = 0.0
     pauses: float = 0.0
     late_ms: float = 8.0
 
@@ -118,7 +141,9 @@ class Machine:
         self._step_id += 1
 
     def _prompt(self) -> None:
-        self._launch(StepPlan(self._step_id, "prefill", (0,), (0,)), self.world.chunk_ms, 0.0, [])
+        self._launch(
+            StepPlan(self._step_id, "prefill", (0,), (0,)), self.world.chunk_ms, self.world.prompt_ms, []
+        )
         self.waiting -= 1
         self.requests.append(self._next)
         self._next += 1

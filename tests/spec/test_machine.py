@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.spec.machine import MACHINES, Machine, World, rate_for
+from tests.spec.machine import MACHINES, MANY, Machine, World, rate_for
 
 WARM, ROUNDS, LEAST = 64, 200, 0.97
 GOOD, BAD = rate_for(3.3), rate_for(1.1)
@@ -43,6 +43,20 @@ def test_many_requests_are_as_fast_as_the_best_depth_in_the_long_run(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_it_follows_a_text_that_changes_every_200_rounds(case: tuple[str, int]) -> None:
     assert over_best(case, lambda number, request: BAD if number // 200 % 2 else GOOD, rounds=600) >= 1.0
+
+
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("batch", [64, 256])
+def test_rounds_that_wait_for_tensor_cores_have_fewer_drafts(name: str, batch: int) -> None:
+    """A dense model drafts 1 or 2 tokens with 256 requests, a mixture still 5."""
+    rate = rate_for(2.6)
+    prompts = {"chunk_ms": 1.0, "prompt_ms": 20.0}
+    machine = Machine(World(MANY[name], lambda number, request: rate, batch, **prompts), seed=0)
+    assert machine.run(WARM + batch, ROUNDS) >= LEAST
+    best = min(machine.fixed_ms, key=machine.fixed_ms.__getitem__)
+    usual = statistics.mode(machine.depths)
+    assert abs(usual - best) <= 1 or name == "35b-a3b"
+    assert usual in ({"35b-a3b": (3, 5)}.get(name) or ((1, 2) if batch == 256 else (2, 3)))
 
 
 @pytest.mark.parametrize("mean_new_tokens", [1.1, 2.6])

@@ -58,14 +58,15 @@ def test_with_a_launch_in_flight_it_runs_from_the_result_before(rig: Rig) -> Non
         plans.append(rig.plan(step_id, after_s=0.001))
         rig.read(plans[-2], after_s=0.01)
     assert rig.seconds == [0.011, 0.011, 0.011]
-    # Also after a prompt chunk in flight; but if one is launched, the host reads the round before it late.
-    chunk = rig.plan(4, "prefill")
-    rig.read(plans[-1], after_s=0.08)
-    last = rig.plan(5, after_s=0.001)
-    rig.read(chunk, after_s=0.5)
-    rig.read(last, after_s=0.01)
-    assert rig.seconds == [0.011, 0.011, 0.011, 0.01]
-    assert len(rig.rounds) == 5
+    # Also before and after a prompt chunk in flight, unless its launch takes longer than the round.
+    for step_id, is_late in ((4, True), (6, False)):
+        chunk = rig.plan(step_id, "prefill", after_s=0.004)
+        rig.read(plans[-1], after_s=0.08, is_late=is_late)
+        plans.append(rig.plan(step_id + 1, after_s=0.001))
+        rig.read(chunk, after_s=0.5)
+    rig.read(plans[-1], after_s=0.01)
+    assert rig.seconds == [0.011, 0.011, 0.011, 0.084, 0.01]
+    assert len(rig.rounds) == 6
 
 
 def test_two_phases_are_timed_together_and_apart_from_whole_rounds(rig: Rig) -> None:

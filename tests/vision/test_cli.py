@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from compiled_mtp.cli import chat, inspect, run
+from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server import serve
 from tests.docs.error_texts import ROOT
 from tests.engines import make_engine
 from tests.vision.checkpoints import picture
+from tests.vision.test_images import damaged_files
 
 FLAGS = ["--max-tokens", "6", "--temperature", "0", "--device", "cpu", "--max-model-len", "512"]
 PARAMS = SamplingParams(max_tokens=6, temperature=0)
@@ -62,12 +64,39 @@ def test_a_prompt_file_with_images(
     assert {count: found[count] for count in wanted} == wanted
 
 
+def test_a_long_file_keeps_few_images(
+    dense: Path, image: Path, wanted: dict[int, str], tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(run, "_MOST_WITH_IMAGES", 2)
+    num_open, add_request = list[int](), Engine.add_request
+
+    def add(engine: Engine, *given: Any, **named: Any) -> str:
+        name = add_request(engine, *given, **named)
+        num_open.append(len(engine._inbox) + len(engine.scheduler._live))
+        return name
+
+    # A part without a type is an image too.
+    parts: list[Any] = [{"image": str(image)}, {"type": "text", "text": "What?"}]
+    line = json.dumps({"messages": [{"role": "user", "content": parts}]})
+    (tmp_path / "in.jsonl").write_text(f"{line}\n" * 7)
+    monkeypatch.setattr(Engine, "add_request", add)
+    files = ["--prompt-file", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert run.main(["--model", str(dense), *files, *FLAGS]) == 0
+    assert [json.loads(one)["text"] for one in (tmp_path / "out.jsonl").open()] == [wanted[1]] * 7
+    assert len(num_open) == 7
+    assert max(num_open) == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (
             ["--prompt", "a", "--image", "nowhere.png"],
             "prompt 0: image must be a file that exists, got nowhere",
+        ),
+        (
+            ["--prompt", "a", "--image", "https://example.org/cat.png"],
+            "prompt 0: image must be a file on this machine, got https://example.org/cat.png; download it",
         ),
         (["--prompt", "a", "--image", "x", "--max-images", "0"], "images must be left out, got 1"),
         (["--prompt-file", "a.txt", "--image", "x"], "image must come with --prompt"),
@@ -82,12 +111,17 @@ def test_mistakes_are_one_line(dense: Path, capfd: Any, flags: list[str], says: 
 def test_a_chat_with_images(
     dense: Path, image: Path, wanted: dict[int, str], capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed = f"/image nowhere\n/image {image}\nWhat?\n/clear\n/image {image}\n/image {image}\nWhat?\n"
+    typed = f"/image nowhere\n/image\n/image {image}\nWhat?\n/clear\n"
+    # Paths as terminals paste dropped files; a third image is refused at once, and the chat goes on.
+    monkeypatch.setenv("HOME", str(image.parent))
+    typed += f"/image '{image}'\n/image ~/{image.name}\n/image {image}\nWhat?\n/image {image}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert chat.main(["--model", str(dense), "--max-images", "2", *FLAGS]) == 0
     said = capfd.readouterr()
     assert said.out == f"{wanted[1]}\n{wanted[2]}\n"
     assert "error: image must be a file that exists, got nowhere" in said.err
+    assert "error: /image must come with a file; write /image FILE" in said.err
+    assert said.err.count("error: images of a chat must be at most 2 (max_images), got one more;") == 2
     assert said.err.count("[image of 6 tokens; write a message to it]") == 3
 
 
@@ -104,6 +138,17 @@ def test_the_examples_of_the_page(
     serve.make_parser().parse_args(shlex.split(second)[2:])
     exec(compile(found[1][1], "images.md", "exec"), {})
     assert len(capfd.readouterr().out) > 4
+
+
+def test_every_damaged_file_ends_a_run_in_one_line(dense: Path, tmp_path: Path, capfd: Any) -> None:
+    """Before the weights are loaded."""
+    flags = ["--model", str(dense), "--prompt", "a", "--image", str(tmp_path / "damaged"), *FLAGS]
+    for name, content, says in damaged_files():
+        (tmp_path / "damaged").write_bytes(content)
+        assert run.main(flags) == 2, name
+        (line,) = capfd.readouterr().err.strip().splitlines()
+        assert re.search(says, line), name
+        assert line.startswith("error: prompt 0: image must ")
 
 
 def test_inspect_names_the_tower(dense: Path, capfd: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import tracemalloc
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.models.hf_config import read_model_config
@@ -66,6 +67,24 @@ def test_a_transparent_palette_warns_nobody(vision, recwarn):
     image.info["transparency"] = bytes(range(255))
     prepare_image(image, vision)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_file_is_turned_as_transformers_turns_it(vision, kind, orientation):
+    from transformers.image_utils import load_image
+
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    content = encoded(picture(96, 64, seed=1), kind, exif=exif)
+    made = prepare_image(content, vision)
+    assert (made.rows, made.columns) == ((2, 3) if orientation < 5 else (3, 2))
+    # transformers takes base64 in place of an address.
+    assert made == prepare_image(load_image(base64.b64encode(content).decode()), vision)
+    # An image of Pillow is the caller's: transformers' processors do not turn it either.
+    opened = prepare_image(Image.open(io.BytesIO(content)), vision)
+    assert (opened.rows, opened.columns) == (2, 3)
+    assert (opened == made) == (orientation == 1)
 
 
 def test_the_digest_is_that_of_pixels_and_shape(vision):
@@ -133,6 +152,14 @@ def _animated(kind: str) -> bytes:
 
 
 DAMAGED = list(damaged())
+
+
+def damaged_files() -> Iterator[tuple[str, bytes, str]]:
+    """Yield those of `damaged` that can be sent: a name, the bytes and what the error says."""
+    for name, make, says in DAMAGED:
+        content = make()
+        if isinstance(content, bytes) and len(content) <= MOST_BYTES:
+            yield name, content, says
 
 
 def test_there_are_sixty() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.server
 import io
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from compiled_mtp.server import media
 from tests.engines import make_engine
 from tests.server.serving import Running, running
 from tests.vision.checkpoints import picture
+from tests.vision.test_images import damaged_files
 
 QUESTION = "What is it?"
 
@@ -115,6 +117,30 @@ def test_anthropic(server: Running, wanted: tuple[str, int]) -> None:
     ]
     counts = [client.messages.count_tokens(model="m", messages=one).input_tokens for one in (turns, plain)]
     assert counts[0] - counts[1] >= 6
+
+
+def test_every_damaged_file_is_a_400_of_one_line(server: Running, engine: Engine) -> None:
+    num_images, count = engine.stats().images, 0
+    for name, content, says in damaged_files():
+        answer = ask(server, content_of(data_uri(content)))
+        message = answer.json()["error"]["message"]
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages"), name
+        assert re.search(says, message), name
+        assert message.startswith("image must ")
+        assert "\n" not in message
+        count += 1
+    assert count > 50
+    # Nothing of them reached the engine, and the processes that read them go on.
+    assert engine.stats().images == num_images
+    assert ask(server, content_of(data_uri(png()))).status_code == 200
+
+
+def test_a_body_may_be_larger_where_images_are_taken(server: Running) -> None:
+    padded = png() + bytes(9 << 20)
+    assert ask(server, content_of(data_uri(padded))).status_code == 200
+    answer = ask(server, content_of(data_uri(png() + bytes(25 << 20))))
+    assert answer.status_code == 413
+    assert "at most 33554432 bytes (max_body_bytes)" in answer.json()["error"]["message"]
 
 
 def test_several_images_and_turns(server: Running, engine: Engine) -> None:

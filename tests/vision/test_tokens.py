@@ -16,9 +16,20 @@ from compiled_mtp.runner.programs import Programs
 from compiled_mtp.vision.positions import rotary_positions
 from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
-from tests.engines import LateCopyStream, collect, make_engine, run_to_end
+from tests.engines import LateCopyStream, make_engine, run_to_end
 from tests.vision.checkpoints import VisionOracle
-from tests.vision.traffic import COUNT, SIZES, add, decode_mixed, expand, make_prompt, pad_of, requests
+from tests.vision.traffic import (
+    COUNT,
+    SIZES,
+    add,
+    check_preempted,
+    check_resumed_from_host,
+    decode_mixed,
+    expand,
+    make_prompt,
+    pad_of,
+    requests,
+)
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 
@@ -233,6 +244,19 @@ def test_the_same_image_resumes_and_another_does_not(dense: Path) -> None:
     assert cached == (0, 0, last, last, 0, last)
 
 
+@pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(0, 0), (3, 1)])
+def test_prompts_with_images_come_back_from_host_memory(
+    dense: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int, max_in_flight: int
+) -> None:
+    plain = engine_with_images(dense, mtp_step=0, prefix_cache=False)
+    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
+    if max_in_flight:
+        monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
+    sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 17, "max_batch": 2}
+    engine = engine_with_images(dense, mtp_step=mtp_step, max_in_flight=max_in_flight, **sizes)
+    check_resumed_from_host(engine, plain)
+
+
 def _decode(engine: Engine, ids: list[int], images: list[Any]) -> tuple[list[int], int]:
     engine.add_request(prompt_token_ids=ids, images=images, params=GREEDY, request_id="a")
     tokens: list[int] = []
@@ -243,54 +267,14 @@ def _decode(engine: Engine, ids: list[int], images: list[Any]) -> tuple[list[int
     return tokens, cached
 
 
-@pytest.mark.parametrize("slice_layers", [1, 2])
-def test_features_of_a_replayed_prompt_are_the_same_bits(dense: Path, slice_layers: int) -> None:
-    """Beside other streams, and with a dirty allocator; the request is preempted once in the tower and once
-    while it decodes."""
-    pad, prompt = pad_of(dense), make_prompt(SIZES[2], 2, pad_of(dense))
+@pytest.mark.parametrize("most", [1, None])
+def test_features_of_a_replayed_prompt_are_the_same_bits(dense: Path, most: int | None) -> None:
     alone = engine_with_images(dense, mtp_step=0)
-    wanted = watch_features(alone)
-    add(alone, "a", prompt, GREEDY)
-    tokens = run_to_end(alone)["a"]
     engine = engine_with_images(dense, offload_gb=0, prefix_cache=False, max_in_flight=0)
-    if slice_layers == 1:
-        object.__setattr__(engine.scheduler.limits.tower, "most", 1)
-    kept, found = watch_features(engine), dict[str, list[int]]()
-    for index in range(3):
-        add(engine, f"t{index}", make_prompt((), index, pad), GREEDY)
-    for _ in range(4):
-        collect(found, engine.step())
-    add(engine, "a", prompt, GREEDY)
-    planner = engine.scheduler._planner
-    for wait in (lambda: engine.stats().images, lambda: found.get("a", ())[4:]):
-        while not wait():
-            collect(found, engine.step())
-        dirt = [torch.full((size,), float("nan")) for size in (1 << 20, 1 << 16, 1 << 12)]
-        del dirt
-        planner._preempt(engine.scheduler._live["a"][0])
-    for name, new in run_to_end(engine).items():
-        found.setdefault(name, []).extend(new)
-    assert found["a"] == tokens
-    # One of the two, then both, and both again.
-    assert len(wanted) == 2
-    assert len(kept) == 5
-    for features, want in zip(kept, [wanted[0], *wanted, *wanted], strict=True):
-        assert torch.equal(features, want)
-
-
-def watch_features(engine: Engine) -> list[torch.Tensor]:
-    """Return a list that gains the features of every image that is encoded."""
-    kept: list[torch.Tensor] = []
-    assert engine.runner.encoder is not None
-    tower = engine.runner.encoder.tower
-    merge = tower.merge
-
-    def spy(x: torch.Tensor) -> torch.Tensor:
-        kept.append(merge(x))
-        return kept[-1]
-
-    tower.merge = spy  # type: ignore[method-assign]
-    return kept
+    if most is not None:
+        object.__setattr__(engine.scheduler.limits.tower, "most", most)
+    check_preempted(engine, alone)
+    assert (engine.stats().recomputes, engine.stats().offloads) == (2, 0)
 
 
 @torch.no_grad()

@@ -222,6 +222,8 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         ("decode", ROWS, FP32),
         # So many rows that their (row, expert) pairs outnumber the tiles.
         ("many", 60, BF16),
+        # So many pairs per expert that tiles are taller.
+        ("tall", 512, BF16),
         ("prefill", PREFILL_ROWS, BF16),
         ("prefill", PREFILL_ROWS, FP8),
     ):
