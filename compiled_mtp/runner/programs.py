@@ -88,9 +88,10 @@ class Programs:
         self.most_prompt_chunks = prompt_chunk_limit(self.lengths[-1], self.max_batch)
         sizes = {bucket.groups for bucket in self._drawn_buckets}
         # A program cannot ask for the batch: sizes whose drafts read the target's head, where smaller ones do
-        # not, have programs of their own.
+        # not, share another program.
         narrow = {size for size in sizes if step.has_own_head(size)}
-        self._sharing = sharing((narrow or sizes) if communicator is None else ())
+        groups = (narrow or sizes, sizes - (narrow or sizes)) if communicator is None else ()
+        self._sharing = tuple(sharing(group) for group in groups)
         sizes |= {bucket.groups for bucket in self._given_buckets}
         self.inputs = StaticInputs(self.device, sizes, self.lengths, self.most_prompt_chunks)
         like = step.slots.last_hidden
@@ -299,9 +300,10 @@ class Programs:
         with nullcontext() if saved is None else without_collector():
             if self.device.type == "cuda":
                 self._launch_ahead()
+            shared = frozenset[int]().union(*self._sharing)
             self.maker.mark_static(
-                inputs=[index for size, index in indices.items() if size not in self._sharing],
-                shared=[indices[size] for size in self._sharing],
+                inputs=[index for size, index in indices.items() if size not in shared],
+                shared=[[indices[size] for size in group] for group in self._sharing],
             )
             self.inputs.write_padding()
             self.maker.make_all(list(self.shapes(depth)), progress, saved, save_to)
@@ -383,7 +385,9 @@ class Programs:
 
     def _of_batch(self, name: str, size: int) -> str:
         """The name of the program for batches of that size, or of the one that several sizes share."""
-        return name if size in self._sharing else f"{name}_of_{size}"
+        if any(size in group for group in self._sharing[1:]):
+            return f"{name}_of_many"
+        return name if any(size in group for group in self._sharing) else f"{name}_of_{size}"
 
     def _launch_ahead(self) -> None:
         """Launch on a GPU every operator that must not run for the first time inside a graph capture.
