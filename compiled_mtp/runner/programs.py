@@ -49,9 +49,10 @@ class Programs:
     nothing compiles afterwards. Programs that are neither compiled nor captured need no warm-up, and their
     prompts end without padding. With graphs, prompts, first tokens and rounds of plain_depths are captured
     uncompiled. A round runs in one of `buckets`. All buckets of a depth with two requests or more share a
-    program, except with a communicator, which needs the number of rows. encoder: holds the features of
-    prompts' images, None for a step without images. The phases of two-phase rounds are not compiled; with
-    graphs each is captured after its first run, so the start takes no longer. given_shapes: those of buckets
+    program, or two if drafts of many requests read another head than those of few. With a communicator, which
+    needs the number of rows, no buckets share one. encoder: holds the features of prompts' images, None for a
+    step without images. The phases of two-phase rounds are not compiled; with graphs each is captured after
+    its first run, so the start takes no longer. given_shapes: those of buckets
     for rounds whose tokens are all given, which always have two phases.
     """
 
