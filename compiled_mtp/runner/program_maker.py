@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -113,14 +113,11 @@ class ProgramMaker:
                 if progress is not None:
                     progress(done + 1, len(shapes))
 
-    def mark_static(
-        self, inputs: Collection[torch.Tensor], shared: Iterable[Collection[torch.Tensor]]
-    ) -> None:
-        """Declare that the step's tensors and `inputs` keep their addresses; one program takes all inputs of
-        each group in `shared`, which differ in size."""
+    def mark_static(self, inputs: Collection[torch.Tensor], shared: Collection[torch.Tensor]) -> None:
+        """Declare that the step's tensors and `inputs` keep their addresses; one program takes all `shared`
+        inputs, which differ in size."""
         mark_static([*self.step.parameters(), *self.step.buffers(), *inputs])
-        for group in shared:
-            mark_sizes(group)
+        mark_sizes(shared)
 
     def make_ready(self, shape: Shape, program: Program) -> None:
         """Run a compiled program until it is ready, capture it with graph_mode "replay", and put it into the
