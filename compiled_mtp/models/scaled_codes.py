@@ -51,20 +51,20 @@ def scaled_code_formats(layout: Layout, weights: Mapping[str, StoredWeight], dev
     keeps both stacks or neither, if all experts have the same kinds; its shared expert is then apart, and
     plain. `layout` must be made for `codes_apart`.
     """
-    formats = _formats_of(layout, lambda name: kind_of(weights.get(name)), device)
-    return {**formats, **_expert_formats(layout, weights, device)}
+    return _formats_of(layout, lambda name: kind_of(weights.get(name)), device)
 
 
 def _expert_formats(
-    layout: Layout, weights: Mapping[str, StoredWeight], device: torch.device
+    layout: Layout, kind_of: Callable[[str], str | None], device: torch.device
 ) -> dict[str, WeightFormat]:
+    """The formats of mixtures' stacks that stay packed, and of the shared experts, which are then apart."""
     kinds: dict[str, set[str | None]] = {}
     rows: dict[str, int] = {}
     for name, stored in layout.items():
         for piece in stored.pieces:
             if piece.expert is not None:
                 is_whole = piece.start % blocks.ROWS == piece.rows % blocks.ROWS == 0
-                kind = kind_of(weights.get(name)) if is_whole else None
+                kind = kind_of(name) if is_whole else None
                 kinds.setdefault(piece.parameter, set()).add(kind)
                 rows[piece.parameter] = max(rows.get(piece.parameter, 0), piece.start + piece.rows)
     formats: dict[str, WeightFormat] = {}
@@ -81,7 +81,7 @@ def _expert_formats(
 
 
 def made_up_coded_formats(layout: Layout, kind: str, num_layers: int, device: torch.device) -> Formats:
-    """The formats of a model in scaled codes that is filled without a checkpoint.
+    """The formats of a model in scaled codes that is filled without a checkpoint; `layout` as above.
 
     kind: one of ops.blocks.KINDS, or Q4_K_M, whose types llama.cpp chooses by tensor and layer.
     """
@@ -131,7 +131,7 @@ def _formats_of(layout: Layout, kind_of: Callable[[str], str | None], device: to
         form = scaled_codes(parts)
         if form.parameters.search(parameter) and form.is_read_on(device):
             found[parameter] = form
-    return found
+    return found | _expert_formats(layout, kind_of, device)
 
 
 def fill_scaled_codes(

@@ -1,4 +1,4 @@
-"""The two products of grouped experts in scaled codes (ops.blocks), decoded as `decode_values` decodes them.
+"""The two products of grouped experts in scaled codes (ops.blocks), decoded as `blocks_triton` decodes them.
 
 A step takes one unit of 128 columns: its values, rounded to bfloat16, 16 or 32 columns at a time. That order
 holds for every tile, so a pair has the same bits in all of a round's tiles; a prompt's have one height. The
@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT
+from compiled_mtp.ops.blocks_triton import MAGIC, decode_part, factor_of, load_codes, load_fields
 from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.linear_blocks.decode_values import MAGIC, decode_part, load_codes, load_fields
-from compiled_mtp.ops.linear_blocks.values_kernel import factor_of
 from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
 from compiled_mtp.ops.moe_experts.tiles import read_tile
 from compiled_mtp.ops.moe_experts.w4a16_kernel import (
