@@ -105,7 +105,7 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
         chain = (mtp_step - 1) * layer_bytes(step.draft, batch, "mtp.")
         items["draft_layers"] = layer_bytes(step.draft, rows, "mtp.") + chain
         own = [part for part in (step.draft_head, step.draft_head_scale) if part is not None]
-        if has_own_drafts and step.has_own_head(batch):
+        if has_own_drafts and own:
             draft_head_bytes = sum(part.nbytes for part in own)
         else:
             num_rows = step.target.num_head_rows
