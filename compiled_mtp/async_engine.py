@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # Its module imports torch.
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_OPEN = 128
+DEFAULT_MAX_OPEN = 512
 DEFAULT_STREAM_BUFFER = 1024
 DEFAULT_IMAGE_BYTES = 4 * 2**30
 # Every shape is compiled before the first step, so the longest step is a prefill chunk: seconds on a GPU, and

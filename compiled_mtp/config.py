@@ -35,7 +35,7 @@ ENV_PREFIX = "COMPILED_MTP_"
 SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
 MOST_DRAFTS = 7
 # max_batch: its limit, its default, and the largest default on a GPU.
-MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 256, 8, 32
+MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 256, 8, 256
 # The remedy for a checkpoint without an MTP head.
 HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safetensors"
 # Half of the rows at which the partial sums of a wide FP8 weight exceed 4 GiB, and an eighth of the limit of
@@ -218,7 +218,7 @@ class EngineConfig(BaseSettings):
     batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
         default=None,
         description="batch sizes with a compiled shape of their own, separated by commas; default: 1, 2, 4 "
-        "and so on up to max_batch",
+        "and so on up to max_batch, from 32 on also the middle between two",
         json_schema_extra=NOT_TRACED,
     )
     max_model_len: int | None = Field(
@@ -325,7 +325,7 @@ class EngineConfig(BaseSettings):
     lookup: Literal["auto", "off"] = Field(
         default="off",
         description="auto to draft also what followed the last tokens where they occur earlier in the "
-        "request's text, for edits, quotes and agents; up to 15 drafts, unless max_batch is given above 8; "
+        "request's text, for edits, quotes and agents; up to 15 drafts with at most 8 slots (max_batch); "
         "no token depends on it",
         json_schema_extra=NOT_TRACED,
     )

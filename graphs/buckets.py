@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from compiled_mtp.ops.prompt_chunks import MAX_PROMPT_CHUNKS, PROMPT_CHUNK_MULTI
 
 PREFILL_MULTIPLE = 64
 """Prefill launches are padded to a multiple of this: the chunk of the gated delta rule."""
+# Rounds of fewer requests wait for weights, so that padding costs little.
+_MANY_REQUESTS = 32
 # Rows of a prefill launch per prompt chunk that it has room for.
 _LEAST_ROWS_EACH = 32
 
@@ -47,9 +50,10 @@ def ladder(
 ) -> tuple[Bucket, ...]:
     """Return the buckets of one round shape, smallest first: rows double until they cover max_batch requests.
 
-    Rows are multiples of lcm(unit, verify + 1), where `unit` is the row granularity of the backend; the last
-    bucket is the smallest multiple that covers max_batch. With `batch_sizes` the buckets are exactly those
-    that cover these batches and max_batch. Raises ValueError for a number out of range.
+    Above _MANY_REQUESTS a bucket in the middle between two follows each: there every row takes time, also one
+    of padding. Rows are multiples of lcm(unit, verify + 1), where `unit` is the row granularity of the
+    backend; the last bucket is the smallest multiple that covers max_batch. With `batch_sizes` the buckets
+    are exactly those that cover these batches and max_batch. Raises ValueError for a number out of range.
     """
     _check("unit", unit, 1)
     _check("verify", shape.verify, 0)
@@ -59,6 +63,9 @@ def ladder(
     step = lcm(unit, query_len)
     if batch_sizes is None:
         counts = _doubling(-(-max_batch * query_len // step))
+        least = -(-_MANY_REQUESTS * query_len // step)
+        doubled = [low for low, high in pairwise(counts) if low >= least and high == 2 * low]
+        counts = tuple(sorted({*counts, *(3 * low // 2 for low in doubled)}))
     else:
         counts = tuple(sorted({-(-batch * query_len // step) for batch in (*batch_sizes, max_batch)}))
     return tuple(Bucket(count * step, shape) for count in counts)

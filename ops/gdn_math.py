@@ -14,18 +14,6 @@ import torch
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.numerics import number, sigmoid, silu
 
-# A round of fewer requests stores every state: it waits for a chain of records, not for memory.
-_LEAST_BATCH = 8
-
-
-def unfolded_limit(max_unfolded: int, batch: int) -> int:
-    """Return the most records, those of the round's window included, that a round of `batch` requests leaves
-    unfolded.
-
-    `gdn_verify` and `accept_window` ask for the same round, so that they agree. max_unfolded: see there.
-    """
-    return max_unfolded if batch >= _LEAST_BATCH else 0
-
 
 def check_gdn_heads(Hk: int, Hv: int, gate_activation: str) -> None:
     """Raise ValueError for numbers of heads or a gate activation that no GDN layer has."""

@@ -80,47 +80,64 @@ class LargeMTile:
         return self.num_stages * (self.block_m * 256 + self.groups * GROUP_ROWS * 2 * form.words)
 
 
+def is_int4(form: LeftForm) -> bool:
+    return form.kind.startswith("INT4")
+
+
 def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> LeftTile:
-    """The tile for `rows` rows of a weight of `n` rows, whose K `split` programs sum: measured on an H100 at
-    27B's sizes with 4 to 128 rows."""
+    """The tile for `rows` rows of a weight of `n` rows, whose K `split` programs sum.
+
+    Measured at 27B's sizes, on an H200 with 4 and 16 rows and on an H100 with 32 to 128.
+    """
+    if rows <= 8:
+        # Programs of few weight rows share out evenly; those of K splits are many in any case.
+        return LeftTile(8, 64 if split > 1 and is_int4(form) else 32, 2, 2, 3)
     if rows > 32:
         return LeftTile(64, 128, 4, 1, 3)
-    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
-    if form.kind.startswith("INT4") and block_m < 32:
-        if gated or -(-n // 64) * split >= 4 * MIN_PROGRAMS:
-            return LeftTile(8, 64, 2, 2, 3) if block_m == 8 else LeftTile(16, 64, 2, 1, 4)
-        return LeftTile(8, 32, 2, 4, 3) if block_m == 8 else LeftTile(16, 64, 4, 2, 6)
-    stages = 3 if block_m == 32 else 4
+    block_m, stages = (16, 4) if rows <= 16 else (32, 3)
+    if block_m == 16 and is_int4(form):
+        return LeftTile(16, 64, 2, 1, 4) if split == 1 else LeftTile(16, 64, 4, 2, 6)
     if gated:
-        return LeftTile(8, 128, 4, 1, 4) if block_m == 8 else LeftTile(block_m, 64, 2, 1, stages)
-    if -(-n // 64) * split < MIN_PROGRAMS:
-        return LeftTile(block_m, 32, 2, 1, stages)
-    # Longer chunks of more bits, or of more rows with offsets, take registers that programs lack.
-    if form.words == 32 and (block_m == 8 or (block_m == 16 and form.kind != "Q4_K")):
-        return LeftTile(block_m, 64, 4, 2, 3)
-    return LeftTile(block_m, 64, 4, 1, stages)
+        return LeftTile(block_m, 64, 2, 1, stages)
+    block_n = 32 if -(-n // 64) * split < MIN_PROGRAMS else 64
+    return LeftTile(block_m, block_n, block_n // 16, 1, stages)
 
 
-# Tiles by their rows, and the cycles that a unit of one takes.
-LARGE_M_TILES = {
-    32: {LargeMTile(32, 5, 88, 4): 900, LargeMTile(32, 3, 152, 4): 700, LargeMTile(32, 2, 232, 4): 600},
-    64: {LargeMTile(64, 3, 152, 4): 1300, LargeMTile(64, 2, 232, 4): 1000},
-    128: {LargeMTile(128, 2, 232, 4): 1500},
+# Tiles of large-M products, and the cycles that a unit of one takes on an H200: of kinds with one scale a
+# unit, which multiplies its sum, of kinds that scale values, and of the others.
+SUM_TILES = {
+    LargeMTile(32, 5, 88, 4): 1580,
+    LargeMTile(32, 3, 152, 5): 1230,
+    LargeMTile(32, 2, 232, 5): 1060,
+    LargeMTile(64, 3, 152, 4): 1520,
+    LargeMTile(64, 2, 232, 4): 1240,
+    LargeMTile(128, 2, 232, 4): 1700,
+}
+VALUE_TILES = {
+    LargeMTile(32, 5, 88, 4): 2600,
+    LargeMTile(32, 3, 152, 5): 1660,
+    LargeMTile(32, 2, 232, 5): 1250,
+    LargeMTile(64, 3, 152, 4): 1960,
+    LargeMTile(64, 2, 232, 4): 1450,
+    LargeMTile(128, 3, 152, 3): 2540,
+    LargeMTile(128, 2, 232, 4): 1840,
+}
+OTHER_TILES = {
+    LargeMTile(32, 3, 152, 5): 1950,
+    LargeMTile(32, 2, 232, 5): 1380,
+    LargeMTile(64, 2, 232, 3): 1790,
 }
 
 
 def large_m_tile(rows: int, n: int, split: int, form: LeftForm) -> LargeMTile:
-    """The tile for 17 rows and more of a weight of `n` rows on Hopper, whose K `split` programs sum.
-
-    Of the tiles for these rows, the one whose rounds of all processors take the least time: a unit's cycles
-    are measured on an H200.
-    """
-    is_pipelined = form.parts_per_scale in (0, 128 // form.width)
-    block_m = 32 if rows <= 32 else 64 if rows <= 64 or not is_pipelined else 128
-    tiles = LARGE_M_TILES[block_m] if is_pipelined else {LargeMTile(block_m, 2, 232, 4): 1000}
+    """The tile for 17 rows and more of a weight of `n` rows on Hopper, whose K `split` programs sum: the one
+    whose rounds of all processors take the least time."""
+    per_unit = 128 // form.width
+    tiles = {0: VALUE_TILES, per_unit: SUM_TILES}.get(form.parts_per_scale, OTHER_TILES)
+    fewest_rows = 32 if rows <= 32 else 64
 
     def time(tile: LargeMTile) -> int:
-        programs = -(-n // (GROUP_ROWS * tile.groups)) * -(-rows // block_m) * split
+        programs = -(-n // (GROUP_ROWS * tile.groups)) * -(-rows // tile.block_m) * split
         return -(-programs // PROCESSORS) * tiles[tile]
 
-    return min(tiles, key=time)
+    return min((tile for tile in tiles if tile.block_m >= fewest_rows), key=time)

@@ -155,8 +155,10 @@ def _parts(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
 
 
 def _memory(out: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as long as that lives."""
-    return memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+    """The memory of a contiguous tensor on the CPU; it keeps the tensor, for threads that outlive errors."""
+    array = (ctypes.c_char * out.nbytes).from_address(out.data_ptr())
+    array.tensor = out  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def _read_exactly(file: Path, descriptor: int, offset: int, out: memoryview) -> None:

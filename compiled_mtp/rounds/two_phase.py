@@ -83,7 +83,7 @@ class TwoPhaseRound:
     def commit(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Do what `accept` does for requests whose whole output is given: nothing reads their drafts.
 
-        The draft model does not run, and its KV stays as it is; ids 0 take the place of drafts.
+        The draft model does not run, and its KV stays as it is. The drafts that it returns are ids 0.
         """
         _, accepted = self._draw_and_commit(state_index, self._window(len(state_index), shape))
         return pack_round(accepted=accepted, left=self.step.leave_nothing(state_index, shape.chain))

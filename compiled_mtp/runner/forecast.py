@@ -66,7 +66,7 @@ def size_caches(
         host_bytes=host_bytes,
         draft_head_bytes=draft_head_bytes(spec, num_head_rows),
         max_batch=resolve_max_batch(spec, free_bytes),
-        most_rows=max(bucket.rows for bucket in buckets.every),
+        rounds={(bucket.groups, bucket.shape.verify + 1) for bucket in buckets.every},
     )
 
 

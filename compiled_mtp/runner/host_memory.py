@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path, PurePosixPath
 
 # Of a control group: the files with its limit and its use, and the prefix of the keys in memory.stat that
@@ -16,15 +17,24 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     """Return the bytes of host memory that this process can allocate now without swapping or being killed.
 
     They include the page cache, which is full after a checkpoint was read: the kernel reclaims it. The
-    process's control group and every group above it may limit them. Without /proc/meminfo: all physical
-    memory.
+    process's control group, every group above it, and the limit of its address space (`ulimit -v`) may limit
+    them. Without /proc/meminfo: all physical memory.
     """
     try:
         meminfo = (proc / "meminfo").read_text()
         room = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
     except (OSError, IndexError):
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([room, *_group_rooms(proc / "self" / "cgroup", cgroups)])
+    return min([room, *_group_rooms(proc / "self" / "cgroup", cgroups), *_address_room(proc)])
+
+
+def _address_room(proc: Path) -> list[int]:
+    """The bytes left below the limit of the process's address space; empty without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return []
+    pages = int((proc / "self" / "statm").read_text().split()[0])
+    return [max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0)]
 
 
 def _group_rooms(membership: Path, cgroups: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from compiled_mtp.cache.host_tier import blocks_in_segment
@@ -12,7 +13,7 @@ from compiled_mtp.cache.state_cache import ring_length
 from compiled_mtp.config import DEFAULT_BATCH, DEFAULT_GPU_BATCH, EngineConfig
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.graphs.buckets import prompt_chunk_limit
-from compiled_mtp.ops.paged_attention.splits import count_splits
+from compiled_mtp.ops.paged_attention.splits import GROUPED_ITEMS, count_partials
 from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.spec import EngineSpec
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 _OFFLOAD_SHARE = 0.1
 # Tokens of each request for which the default max_batch leaves room.
 _TOKENS_EACH = 4096
+# A default above this many requests takes at most a share of the free memory for what only many need: their
+# state rows and attention's partial results. Few long texts must not lose their blocks to it.
+_MANY_REQUESTS, _MANY_SHARE = 32, 1 / 4
 # Tokens of a prompt per state snapshot in the host tier of the prefix cache, at least.
 _PREFIX_HOST_TOKENS = 512
 _INT16_BYTES = 2
@@ -153,24 +157,34 @@ def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
     least = max(DEFAULT_BATCH, *(config.batch_sizes or ()), 0)
     if spec.device.type == "cpu":
         return least
+    # Of batches above the least, which is not compared with memory.
+    shape, rows = cache_shape(replace(spec, wide_shapes=())), spec.mtp_step + 1
+    longest = min(spec.max_model_len, free_bytes // shape.block_bytes(config.block_size) * config.block_size)
     fits = default_max_batch(
         int(free_bytes * config.memory_utilization),
-        # Of batches above the least, which is not compared with memory.
-        cache_shape(replace(spec, wide_shapes=())),
+        shape,
         block_size=config.block_size,
         max_model_len=spec.max_model_len,
         num_blocks=config.num_blocks,
+        scratch_bytes=lambda batch: length_bytes(spec, longest, batch, [(batch, rows)]),
     )
     return max(fits, least)
 
 
 def default_max_batch(
-    free_bytes: int, shape: CacheShape, *, block_size: int, max_model_len: int, num_blocks: int | None = None
+    free_bytes: int,
+    shape: CacheShape,
+    *,
+    block_size: int,
+    max_model_len: int,
+    num_blocks: int | None = None,
+    scratch_bytes: Callable[[int], int] = lambda batch: 0,
 ) -> int:
-    """Return the largest of 32, 16 and 8 requests whose caches fit into `free_bytes`; 8 if none does.
+    """Return the largest of 256, 128, ... 8 requests whose caches fit into `free_bytes`; 8 if none does.
 
     Each request counts with a state row and the blocks of _TOKENS_EACH tokens, or of max_model_len if that is
-    less; num_blocks replaces the blocks of all. State snapshots keep their default share.
+    less; num_blocks replaces the blocks of all. State snapshots keep their default share. Of more than
+    _MANY_REQUESTS, state rows and the scratch_bytes of so many take at most _MANY_SHARE of `free_bytes`.
     """
     room = free_bytes - min(_DEFAULT_PREFIX_CACHE_BYTES, int(free_bytes * _PREFIX_CACHE_SHARE))
     blocks_each = -(-min(max_model_len, _TOKENS_EACH) // block_size)
@@ -178,7 +192,12 @@ def default_max_batch(
     while batch > DEFAULT_BATCH:
         blocks = num_blocks or batch * blocks_each + 1
         rows_bytes = (batch + SPARE_SLOTS) * shape.state_row_bytes()
-        if rows_bytes + blocks * shape.block_bytes(block_size) <= room:
+        if batch > _MANY_REQUESTS:
+            rows_bytes += scratch_bytes(batch)
+            is_many = rows_bytes > _MANY_SHARE * free_bytes
+        else:
+            is_many = False
+        if not is_many and rows_bytes + blocks * shape.block_bytes(block_size) <= room:
             break
         batch //= 2
     return batch
@@ -191,14 +210,14 @@ def resolve_memory(
     host_bytes: int,
     draft_head_bytes: int,
     max_batch: int,
-    most_rows: int,
+    rounds: Collection[tuple[int, int]],
 ) -> MemoryPlan:
     """Return the caches that fit into the device's free_bytes and the host's host_bytes.
 
     Both are this rank's share, the same number on every rank. The device also holds a draft head of
     draft_head_bytes, a slice of a prompt's logits, and buffers that grow with the longest request. max_batch:
-    of `resolve_max_batch`; most_rows: rows of the largest round. Raises ValueError as `plan_memory` and
-    `plan_host_memory` do.
+    of `resolve_max_batch`; rounds: requests, and rows of each, of the rounds that have programs. Raises
+    ValueError as `plan_memory` and `plan_host_memory` do.
     """
     config, is_cpu = spec.config, spec.device.type == "cpu"
     shape = cache_shape(spec)
@@ -229,7 +248,7 @@ def resolve_memory(
         prefix_cache_bytes=prefix_cache_bytes(config, spec.world if is_cpu else 1),
         blocks_per_chunk=config.resume_step // config.block_size,
         host_bytes=offload_bytes,
-        other_bytes=other_bytes + length_bytes(spec, longest, max_batch, most_rows),
+        other_bytes=other_bytes + length_bytes(spec, longest, max_batch, rounds),
     )
     if memory.max_model_len < spec.max_model_len:
         text = "a request ends after %d tokens instead of %d: %d blocks of %d tokens hold no more"
@@ -473,17 +492,24 @@ def staging_bytes(config: EngineConfig, shape: CacheShape) -> int:
     return offload + (max(shape.snapshot_bytes(), segment) if config.prefix_cache else 0)
 
 
-def length_bytes(spec: EngineSpec, longest: int, max_batch: int, most_rows: int) -> int:
+def length_bytes(spec: EngineSpec, longest: int, max_batch: int, rounds: Collection[tuple[int, int]]) -> int:
     """Bytes of what grows with the longest request: rotary table, block tables, and on a GPU the partial
-    results of attention's splits for most_rows rows, which the layers use one after another.
+    results of attention's splits, which the layers use one after another.
+
+    rounds: requests, and rows of each.
     """
+    most_rows = max(requests * rows for requests, rows in rounds)
     config, model = spec.config, spec.model_shard
     tables = longest * model.rotary_dim * _FLOAT32_BYTES
     tables += (max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * _INT32_BYTES
     if spec.device.type == "cpu":
         return tables
-    partials = count_splits(longest) * most_rows * model.num_q_heads
-    return tables + partials * (model.head_dim + 2) * _FLOAT32_BYTES
+    heads = model.num_kv_heads
+    partials = max(
+        rows * count_partials(requests, longest, heads, requests * heads >= GROUPED_ITEMS)
+        for requests, rows in rounds
+    )
+    return tables + partials * model.num_q_heads * (model.head_dim + 2) * _FLOAT32_BYTES
 
 
 def _mib(count: int) -> str:

@@ -51,6 +51,8 @@ _WEIGHT_BODIES: dict[str, type[BaseModel]] = {
     "/wake_up": WakeBody,
 }
 _REFS = "#/components/schemas/{model}"
+# Supervisors ask for these paths every few seconds: good answers are logged only for debugging.
+_PROBED = ("/health", "/metrics")
 
 
 def create_app(service: Service) -> FastAPI:
@@ -235,6 +237,7 @@ class _AccessLog:
             if self._log_prompts:
                 line["body"] = body.decode("utf-8", "replace")
             # Clients can make up any number of paths: all paths without a route are counted as "other".
-            route = scope.get("route")
-            self._metrics.on_response(getattr(route, "path", "other"), line["status"])
-            logger.info("%s", json.dumps(line))
+            path = getattr(scope.get("route"), "path", "other")
+            self._metrics.on_response(path, line["status"])
+            is_probe = path in _PROBED and line["status"] == 200
+            logger.log(logging.DEBUG if is_probe else logging.INFO, "%s", json.dumps(line))

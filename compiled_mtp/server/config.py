@@ -73,12 +73,12 @@ class ServerConfig(BaseSettings):
         description="seconds that a connection may be idle between requests",
     )
     max_connections: int = Field(default=1024, ge=1, description="connections at a time")
-    max_open: int = Field(default=128, ge=1, description="choices of requests that run or wait at a time")
+    max_open: int = Field(default=512, ge=1, description="choices of requests that run or wait at a time")
     max_image_bytes: int = Field(
         default=4 * 2**30, ge=0, description="bytes of pixels of requests that run or wait at a time"
     )
     stream_buffer: int = Field(
-        default=1024, ge=1, description="unread outputs of a choice; with more, its request is aborted"
+        default=1024, ge=1, description="unread outputs of a choice, after which its request is aborted"
     )
     drain_timeout_s: float = Field(default=30.0, ge=0, description="seconds for open requests after SIGTERM")
     step_timeout_s: float = Field(

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_mtp.ops.gdn_math import gated_norm, unfolded_limit
+from compiled_mtp.ops.gdn_math import gated_norm
 
 # Bytes of states that are stepped together: more would leave the cache, and every token would reload them.
 GROUP_BYTES = 1 << 20
@@ -123,7 +123,7 @@ def gdn_verify(
 ) -> Tensor:
     slots, cursors = state_index.tolist(), list(zip(base.tolist(), pos.tolist(), strict=True))
     batch, rings = len(slots), (ring_k, ring_u, ring_g)
-    query_len, limit = v.shape[0] // batch, unfolded_limit(max_unfolded, batch)
+    query_len = v.shape[0] // batch
     out = torch.empty_like(v)
     request_bytes = state.stride(0) * state.element_size()
     group = batch if batch * request_bytes <= 2 * GROUP_BYTES else max(1, GROUP_BYTES // request_bytes)
@@ -131,7 +131,9 @@ def gdn_verify(
         rows = slice(first * query_len, last * query_len)
         inputs = tuple(x[rows] for x in (q, k, v, exp_g, beta)) if group < batch else (q, k, v, exp_g, beta)
         own = slots[first:last], cursors[first:last]
-        kept = [slot for slot, (begin, end) in zip(*own, strict=True) if end - begin + query_len <= limit]
+        kept = [
+            slot for slot, (begin, end) in zip(*own, strict=True) if end - begin + query_len <= max_unfolded
+        ]
         unfolded = state[kept] if kept else None
         _step(inputs, out[rows], state, rings, *own)
         if unfolded is not None:

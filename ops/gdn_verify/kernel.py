@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.gdn_math import unfolded_limit
 from compiled_mtp.ops.gdn_triton import (
     BLOCK_V,
     NUM_WARPS,
@@ -32,7 +31,7 @@ def sum_over_keys(tile, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
 
 
 # One binary for every window length: Triton would specialise on 1 and on multiples of 16.
-@triton.jit(do_not_specialize=["query_len", "limit"])
+@triton.jit(do_not_specialize=["query_len", "max_unfolded"])
 def gdn_verify_kernel(
     q,
     k,
@@ -48,7 +47,7 @@ def gdn_verify_kernel(
     base,
     pos,
     query_len,
-    limit,
+    max_unfolded,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
@@ -83,7 +82,7 @@ def gdn_verify_kernel(
             tile, ring_k, ring_u, ring_g, k_rows, v_rows, folded, count, value,
             DK, DV, RING, BLOCK_V, LANES,
         )  # fmt: skip
-        if count + query_len > limit:
+        if count + query_len > max_unfolded:
             tl.store(state_at, tile)
 
     # Earlier kernels may still be writing the window's inputs, but not states, rings or cursors (reference.py
@@ -147,7 +146,7 @@ def launch(args: Any) -> torch.Tensor:
     gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
         args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g,
         args.state_index, args.base, args.pos, rows // batch,
-        unfolded_limit(args.max_unfolded, batch),
+        args.max_unfolded,
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
         PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip

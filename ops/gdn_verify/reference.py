@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
-from compiled_mtp.ops.gdn_math import apply_record, check_gdn_heads, gated_norm, unfolded_limit
+from compiled_mtp.ops.gdn_math import apply_record, check_gdn_heads, gated_norm
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
 
@@ -70,8 +70,8 @@ def gdn_verify(
 ) -> Annotated[Tensor, "rows Hv*Dv", Like("z")]:
     """Fold the ring entries of positions [base, pos) into the state and step over B windows of W tokens.
 
-    The folded state is stored, unless pos - base + W is at most `unfolded_limit` of max_unfolded:
-    `accept_window` then leaves base as it is. max_unfolded is at most half of the ring.
+    The folded state is stored, unless pos - base + W is at most max_unfolded: `accept_window` then leaves
+    base as it is. max_unfolded is at most half of the ring.
 
     q (l2norm, scaled), k (l2norm) [B*W, nk, dk], v [B*W, nv, dv], exp_g, beta [B*W, nv]; z [B*W, nv*dv] (any
     row stride); norm_weight [dv], used without adding 1. Mutates state [slots, nv, dv, dk], ring_k [slots,
@@ -85,7 +85,7 @@ def gdn_verify(
     """
     group, ring = v.shape[1] // k.shape[1], ring_k.shape[2]
     batch = state_index.shape[0]
-    query_len, limit = v.shape[0] // batch, unfolded_limit(max_unfolded, batch)
+    query_len = v.shape[0] // batch
     out = torch.empty_like(v)
     for request, slot in enumerate(state_index.tolist()):
         folded, first = int(base[request]), int(pos[request])
@@ -93,7 +93,7 @@ def gdn_verify(
         for at in (position % ring for position in range(folded, first)):
             key = ring_k[slot, :, at].repeat_interleave(group, 0)
             apply_record(current, key, ring_u[slot, :, at], ring_g[slot, :, at])
-        if first - folded + query_len > limit:
+        if first - folded + query_len > max_unfolded:
             state[slot] = current
         for token in range(query_len):
             row, at = request * query_len + token, (first + token) % ring

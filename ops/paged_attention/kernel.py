@@ -21,7 +21,14 @@ import triton.language as tl
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
 from compiled_mtp.ops.paged_attention.reference import MAX_VERIFY_WINDOW
-from compiled_mtp.ops.paged_attention.splits import GROUP_SPLITS, count_splits
+from compiled_mtp.ops.paged_attention.splits import (
+    GROUP_SPLITS,
+    GROUPED_ITEMS,
+    MOST_PROGRAMS,
+    SPLIT_SIZES,
+    count_partials,
+    count_splits,
+)
 from compiled_mtp.ops.paged_attention.verify_kernel import (
     FIRST_GROUPS,
     NEXT_GROUPS,
@@ -34,8 +41,6 @@ from compiled_mtp.ops.prompt_chunks_triton import piece_of_tile
 WIDE_PROGRAMS = 64
 # Shared memory that prefill tiles of 128 rows and 256 dims need at most (Triton 3.6); 64 rows need 104 KiB.
 WIDE_SHARED_BYTES = 144 * 1024
-# From this number of (request, kv head, row tile) triples on, an item may be a whole group of splits.
-GROUPED_ITEMS = 64
 # A row may pass through the masked loop in one window and the unmasked loop in another: the compiler must not
 # fuse multiply and add in only one of them.
 FUSION = {"enable_fp_fusion": False}
@@ -238,14 +243,19 @@ def launch(args: Any) -> torch.Tensor:
     num_splits = count_splits(max_blocks * block_size)
     row_tiles = triton.cdiv(query_len * (hq // hkv), config.BM)
     programs = min(processors * config.programs_per_sm, num_requests * num_splits * row_tiles * hkv)
+    assert programs <= MOST_PROGRAMS, f"{programs} programs"
     has_groups = num_requests * hkv * row_tiles >= GROUPED_ITEMS
     most_requests = max(32, triton.next_power_of_2(num_requests))
-    # [request, split, kv head, row of the kv head]
-    partials = num_splits * rows * hq
+    # [request and partial, kv head, row of the kv head]: with groups the partials of a request begin where
+    # those of the one before it end, at `first_partials`, else at a multiple of num_splits.
+    is_dense = has_groups and first_key < SPLIT_SIZES[0][1]
+    partials = count_partials(num_requests, max_blocks * block_size, hkv, is_dense) * query_len * hq
+    first_partials = block_table.new_empty((num_requests,))
     part_sum = torch.empty((partials, hd), dtype=torch.float32, device=q.device)
     part_largest, part_total = torch.empty((2, partials), dtype=torch.float32, device=q.device).unbind()
     verify_kernel[(programs,)](
-        q, kv, scales, block_table, positions, part_sum, part_largest, part_total, *q.stride()[:2],
+        q, kv, scales, block_table, positions, part_sum, part_largest, part_total, first_partials,
+        *q.stride()[:2],
         *strides, num_requests, query_len, max_blocks, num_splits, first_key, scale_log2,
         MAX_REQUESTS=most_requests, MAX_WINDOW=MAX_VERIFY_WINDOW, GROUP_SPLITS=GROUP_SPLITS,
         HAS_GROUPS=has_groups, BLOCK_SIZE=block_size, TAIL_STAGES=config.tail_stages, PDL=has_pdl,
@@ -253,7 +263,8 @@ def launch(args: Any) -> torch.Tensor:
     )  # fmt: skip
     width = min(hd, 64)
     combine_kernel[(rows * hq, hd // width)](
-        part_sum, part_largest, part_total, gate, positions, out, *gate.stride()[:2], num_requests,
+        part_sum, part_largest, part_total, first_partials, gate, positions, out, *gate.stride()[:2],
+        num_requests,
         query_len, num_splits, max_blocks * block_size, first_key, programs, HKV=hkv, GROUP=hq // hkv,
         HD=hd, BD=width, MAX_REQUESTS=most_requests, GROUP_SPLITS=GROUP_SPLITS, HAS_GROUPS=has_groups,
         FIRST_GROUPS=FIRST_GROUPS, NEXT_GROUPS=NEXT_GROUPS, PDL=has_pdl, launch_pdl=has_pdl,

@@ -68,7 +68,10 @@ def splits_an_item(
 
 @triton.jit
 def find_item(turn, ends, counts, requests, row_tiles, first_unit, HKV: tl.constexpr):
-    """Return request, partial, kv head and row tile of the item that this program takes in a turn."""
+    """Return request, partial, kv head, row tile and unit of the item that this program takes in a turn.
+
+    Units count the partials of all requests, one request after another.
+    """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     # Late partials are the longest: hand them out first, and reverse the order of programs every turn.
@@ -76,7 +79,7 @@ def find_item(turn, ends, counts, requests, row_tiles, first_unit, HKV: tl.const
     unit = tl.max(ends, 0) - 1 - item // (row_tiles * HKV)
     request = tl.sum((ends <= unit).to(tl.int32), 0)
     partial = unit - tl.sum(tl.where(requests < request, counts, 0), 0) + first_unit
-    return request, partial, item // row_tiles % HKV, item % row_tiles
+    return request, partial, item // row_tiles % HKV, item % row_tiles, unit
 
 
 @triton.jit
@@ -180,6 +183,7 @@ def verify_kernel(
     part_sum,
     part_largest,
     part_total,
+    first_partials,
     q_row_stride,
     q_head_stride,
     block_stride,
@@ -248,8 +252,12 @@ def verify_kernel(
     turns += (last_place < num_items % num_programs).to(tl.int32)
     if PDL:
         gdc_wait()
+    if HAS_GROUPS:
+        # A request's partial p lies at first_partials + p. Partials below the first key have room too.
+        first = ends - counts + first_partial * requests
+        tl.store(first_partials + requests, first, mask=is_request & (program == 0))
     for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
-        request, partial, kv_head, row_tile = find_item(
+        request, partial, kv_head, row_tile, unit = find_item(
             turn, ends, counts, requests, row_tiles, first_partial, HKV
         )
         is_request = requests == request
@@ -286,9 +294,10 @@ def verify_kernel(
                 HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
             )  # fmt: skip
         # Rows of an item are contiguous: one address and constant offsets.
-        at = (
-            ((request.to(tl.int64) * num_splits + partial) * HKV + kv_head) * query_len * GROUP
-        ) + row_tile * BM
+        place = request.to(tl.int64) * num_splits + partial
+        if HAS_GROUPS:
+            place = unit.to(tl.int64) + first_partial * (request + 1)
+        at = (place * HKV + kv_head) * query_len * GROUP + row_tile * BM
         row = tl.arange(0, BM)
         is_row = row < query_len * GROUP - row_tile * BM
         tl.store(part_sum + at * HD + row[:, None] * HD + dim[None, :], sums, mask=is_row[:, None])
@@ -381,6 +390,7 @@ def combine_kernel(
     part_sum,
     part_largest,
     part_total,
+    first_partials,
     gate,
     positions,
     out,
@@ -412,8 +422,7 @@ def combine_kernel(
     dim = tl.program_id(1) * BD + tl.arange(0, BD)
     # The first partial of this row; the next one lies `step` entries later.
     step = HKV * query_len * GROUP
-    partial = row // query_len * num_splits * step
-    partial += head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
+    partial = head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
     # Positions may be read before the wait (reference.py).
     last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
     begin = split_of(first_key)
@@ -430,6 +439,7 @@ def combine_kernel(
         last_partial = last_partial // size
         if PDL:
             gdc_wait()
+        partial += tl.load(first_partials + row // query_len).to(tl.int64) * step
         g = tl.load(gate_at).to(tl.float32)
         sums, total, group_largest = load_groups(
             part_sum, part_largest, part_total, partial, step, size, 0, begin, end, last_partial, dim,
@@ -447,6 +457,7 @@ def combine_kernel(
     else:
         if PDL:
             gdc_wait()
+        partial += row // query_len * num_splits * step
         first = load_splits(
             part_sum,
             part_largest,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
-from compiled_mtp.ops.gdn_math import unfolded_limit
 from compiled_mtp.ops.window.reference import (
     Accepted,
     Cursors,
@@ -116,8 +115,8 @@ def accept_window(
         for chain, found in zip((chain_positions, chain_slots), made, strict=True):
             chain[:, request] = torch.tensor(found, dtype=torch.int64)
     bonus, slots = torch.tensor(bonuses), state_index.long()
-    base, limit = cursors.base[slots], unfolded_limit(max_unfolded, len(index))
-    cursors.base[slots] = torch.where(start - base + query_len <= limit, base, start)
+    base = cursors.base[slots]
+    cursors.base[slots] = torch.where(start - base + query_len <= max_unfolded, base, start)
     cursors.pos[slots] = torch.tensor(ends)
     cursors.last_token[slots] = bonus
     positions, kv_slots = (torch.tensor(column) for column in places)

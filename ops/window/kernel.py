@@ -11,7 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
-from compiled_mtp.ops.gdn_math import unfolded_limit
 from compiled_mtp.ops.window.reference import HASH_FACTOR, MAX_DRAFTS, MIX_FACTOR
 
 TABLE_BLOCK = 1024
@@ -30,7 +29,7 @@ UNSPECIALIZED = (
     "token_ids",
     "token_stride",
     "matched",
-    "limit_unfolded",
+    "max_unfolded",
 )
 
 
@@ -126,7 +125,7 @@ def accept_window_kernel(
     forced_stride,
     token_stride,
     matched,
-    limit_unfolded,
+    max_unfolded,
     LANES: tl.constexpr,
     HASH_FACTOR: tl.constexpr,
     MIX_FACTOR: tl.constexpr,
@@ -175,7 +174,7 @@ def accept_window_kernel(
     num_finite = tl.where(is_masked, -1 - num_finite, tl.minimum(num_finite, num_new))
     last = tl.where(is_live, tl.sum(tl.where(lane == num_accepted, drawn, 0), 0), 0)
     folded = tl.load(base + slot)
-    tl.store(base + slot, tl.where(first - folded + query_len <= limit_unfolded, folded, first))
+    tl.store(base + slot, tl.where(first - folded + query_len <= max_unfolded, folded, first))
     tl.store(pos + slot, first + num_new)
     tl.store(last_token + slot, last)
     packed += request * (query_len + 2)
@@ -239,7 +238,7 @@ def launch_accept_window(args: Any) -> tuple[torch.Tensor, ...]:
         args.history.features, counts, counts.stride(0), args.history.recent_ids, token_ids,
         packed, accepted_row, bonus, positions, kv_slots, chain_positions, chain_slots,
         query_len, args.table.shape[1], args.block_size, args.end, chain_positions.shape[1], args.hash_limit,
-        args.forced_ids, forced_stride, token_stride, args.matched, unfolded_limit(args.max_unfolded, batch),
+        args.forced_ids, forced_stride, token_stride, args.matched, args.max_unfolded,
         LANES=LANES, HASH_FACTOR=HASH_FACTOR, MIX_FACTOR=MIX_FACTOR, RECENT_IDS=RECENT_IDS,
         REMEMBERED=PENALTIES | BAD_WORDS, DRAWN=DRAWN, ALL_MASKED=ALL_MASKED, PDL=has_pdl,
         num_warps=1, launch_pdl=has_pdl,

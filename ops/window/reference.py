@@ -9,7 +9,6 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, PENALTIES, RECENT_IDS
-from compiled_mtp.ops.gdn_math import unfolded_limit
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, I32, I64, Remedy
 
@@ -242,7 +241,7 @@ def accept_window(
     num_finite = torch.where(is_masked, -1 - leading, torch.minimum(leading, num_new))
     bonus = torch.where(is_live, drawn.gather(1, num_accepted[:, None])[:, 0], 0)
     base = cursors.base[index]
-    is_unfolded = start - base + query_len <= unfolded_limit(max_unfolded, batch)
+    is_unfolded = start - base + query_len <= max_unfolded
     cursors.base[index] = torch.where(is_unfolded, base, start)
     cursors.pos[index] = start + num_new
     cursors.last_token[index] = bonus

@@ -60,7 +60,7 @@ def test_images_are_sent_with_the_prompt(page: Page, seeing: Running, tmp_path: 
     assert give(page, "drop", png(3))
     page.wait(lambda: page.count("#images canvas") == 3)
     assert give(page, "drop", png(4))
-    page.wait(lambda: "at most 3 images" in page.text("#error"))
+    page.wait(lambda: "at most 3 images in a chat" in page.text("#error"))
     labels = [one.get_attribute("aria-label") for one in page.all("#images li button")]
     assert labels == ["Remove chosen.png", "Remove given.png", "Remove given.png"]
     page.all("#images li button")[1].click()
@@ -78,7 +78,12 @@ def test_images_are_sent_with_the_prompt(page: Page, seeing: Running, tmp_path: 
     urls = "JSON.parse(sent[0]).messages[0].content.slice(0, -1).map((one) => one.image_url.url)"
     prefix = "data:image/png;base64,"
     assert page.run(f"return {urls}") == [prefix + base64.b64encode(png(n)).decode() for n in (1, 3)]
-    # The next turn brings the images of the first again.
+    # The next turn brings the images of the first again, so one more has room.
+    for number in (5, 6):
+        assert give(page, "drop", png(number))
+    page.wait(lambda: "at most 3 images in a chat" in page.text("#error"))
+    page.wait(lambda: page.count("#images canvas") == 1)
+    page.one("#images li button").click()
     page.ask("And now?")
     page.wait_for_end(2)
     assert page.text("#error") == ""

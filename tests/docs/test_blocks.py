@@ -28,12 +28,20 @@ from tests.adapters import write_adapter
 from tests.docs.error_texts import ROOT
 from tools import plot
 
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+CARD = ROOT / "compiled_mtp" / "default_model" / "README.md"
+# Every page of the tree but the card, whose blocks are what the model wrote.
+DOCUMENTS = tuple(
+    page
+    for page in sorted(ROOT.rglob("*.md"))
+    if page != CARD
+    and not {"build", "dist"} & set(page.relative_to(ROOT).parts)
+    and not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
+)
 # Languages of blocks that are not run: output, and contents of files.
 LANGUAGES = {"bash", "python", "json", "yaml", ""}
 RUN_ELSEWHERE = {
-    "serving.md": "tests/server/test_docs.py, against a server",
-    "images.md": "tests/vision/test_cli.py, with a checkpoint that has a vision tower",
+    "docs/serving.md": "tests/server/test_docs.py, against a server",
+    "docs/images.md": "tests/vision/test_cli.py, with a checkpoint that has a vision tower",
 }
 # Beginnings of lines that are not run, with the reason. Each is read: see `read_line`.
 NOT_RUN = {
@@ -68,9 +76,9 @@ def blocks(document: Path) -> list[tuple[str, str]]:
 
 
 BLOCKS = [
-    pytest.param(language, text, id=f"{document.name}-{number}")
+    pytest.param(language, text, id=f"{document.relative_to(ROOT)}-{number}")
     for document in DOCUMENTS
-    if document.name not in RUN_ELSEWHERE
+    if document.relative_to(ROOT).as_posix() not in RUN_ELSEWHERE
     for number, (language, text) in enumerate(blocks(document))
 ]
 
@@ -192,7 +200,16 @@ def test_a_new_command_is_noticed() -> None:
         run_line(["python", "tools/bench_op.py"])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_page_is_left_out() -> None:
+    assert {ROOT / "README.md", ROOT / "tools" / "README.md", ROOT / "docs" / "serving.md"} <= set(DOCUMENTS)
+    for page, where in RUN_ELSEWHERE.items():
+        # The test reads the page itself, and counts its blocks.
+        assert f'/ "{Path(page).name}"' in (ROOT / where.partition(",")[0]).read_text(encoding="utf-8")
+    ((_, command),) = [(kind, text) for kind, text in blocks(CARD) if kind != "python"]
+    assert (ROOT / shlex.split(command)[1]).is_file()
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, CARD], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     anchors: dict[Path, set[str]] = {}

@@ -39,7 +39,8 @@ def test_every_batch_fits_in_whole_groups_with_little_waste(unit: int, mtp_step:
         assert bucket.shape == (mtp_step, mtp_step)
         assert bucket.rows % unit == 0
         assert bucket.groups * query_len == bucket.rows
-    assert len(buckets) <= 2 + ceil(max_batch * query_len / step).bit_length()
+    doublings = ceil(max_batch * query_len / step).bit_length()
+    assert len(buckets) <= 2 + doublings + max(max_batch.bit_length() - 5, 0)
     for num_requests in range(1, max_batch + 1):
         bucket = pick(buckets, num_requests, RoundShape(mtp_step, mtp_step))
         assert bucket.groups >= num_requests
@@ -57,6 +58,9 @@ def test_every_batch_fits_in_whole_groups_with_little_waste(unit: int, mtp_step:
         (4, 0, 8, [4, 8]),
         (1, 0, 1, [1]),
         (8, 1, 9, [8, 16, 24]),
+        (1, 0, 256, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]),
+        (1, 0, 100, [1, 2, 4, 8, 16, 32, 48, 64, 100]),
+        (8, 5, 64, [24, 48, 96, 192, 288, 384]),
     ],
 )
 def test_ladders(unit: int, mtp_step: int, max_batch: int, rows: list[int]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.gdn_math import unfolded_limit
 from tests.ops.harness import assert_same_bits
 
 
@@ -286,9 +285,9 @@ class Stream:
             *window, self.layer.norm_weight, cache.state, cache.ring_k, cache.ring_u, cache.ring_g,
             *self.cursors(requests), self.eps, self.gate_activation, max_unfolded=self.max_unfolded,
         )  # fmt: skip
-        limit, query_len = unfolded_limit(self.max_unfolded, len(requests)), len(window[0]) // len(requests)
+        query_len = len(window[0]) // len(requests)
         for request in requests:
-            if self.pos[request] - self.base[request] + query_len > limit:
+            if self.pos[request] - self.base[request] + query_len > self.max_unfolded:
                 self.base[request] = self.pos[request]
         return y
 
@@ -360,8 +359,7 @@ def check_unfolded_states(
 ) -> None:
     """Check that rounds which leave entries unfolded give the bits of rounds that store every state.
 
-    Eight requests in most rounds, two in some, which store every state; changing W, random acceptance, NaN in
-    rejected ring entries.
+    Eight requests in most rounds, two in some; changing W, random acceptance, NaN in rejected ring entries.
     """
     rng = torch.Generator().manual_seed(5)
     layer, slots = make_layer(shape, dtype, device=device), [3, 2, 4, 8, 1, 7, 5, 6]

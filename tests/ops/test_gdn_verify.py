@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops import gdn_math
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from tests.ops.gdn_cases import (
     Shape,
@@ -134,9 +133,8 @@ def test_unfolded_states_change_no_bit(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("max_unfolded", [0, 3, 4])
-def test_the_cpu_leaves_the_same_states_unfolded(max_unfolded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_leaves_the_same_states_unfolded(max_unfolded: int) -> None:
     """Entries and window are 2, 3 and 5 tokens together: some states are stored and some are not."""
-    monkeypatch.setattr(gdn_math, "_LEAST_BATCH", 1)
     args = list(arguments(3, 1))
     args[12] = args[13] - torch.tensor([1, 2, 4])
     last = (*args, False, max_unfolded)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
-from compiled_mtp.ops.paged_attention import paged_attention
+from compiled_mtp.ops.paged_attention import paged_attention, splits
 from tests.ops.attention_cases import call, exact, make
 from tests.ops.harness import check_equal, check_launch
 
@@ -264,6 +265,29 @@ def test_splits_cover_every_key_once(interpreter):
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     for keys in (1, 64, 65, 1023, 1024, 1025, 4096, 4097, 8192, 8193, 32768, 32769, 40000):
         assert count_splits(keys) == 1 + sum(end < keys for end in ends)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("most_keys", [64, 900, 1025, 5000, 40000, 262144])
+def test_the_buffer_holds_the_partials_of_any_lengths(kv_heads, most_keys):
+    """Of requests of any lengths, in groups or not, whatever number of programs shares them."""
+    rng = random.Random(most_keys)
+    for trial in range(300):
+        requests = rng.choice((1, 16, 64, 256))
+        lengths = [rng.randint(1, rng.choice((most_keys, max(1, most_keys // 99)))) for _ in range(requests)]
+        programs = rng.choice((1, 40, 264, 528, splits.MOST_PROGRAMS))
+        size = next(size for end, size in splits.SPLIT_SIZES if max(lengths) <= end)
+        keys_of_group = min(splits.GROUP_SPLITS * size, max(lengths))
+        is_grouped = 2 * kv_heads * sum(lengths) >= programs * keys_of_group
+        each = splits.GROUP_SPLITS if is_grouped else 1
+        used = sum(-(-splits.count_splits(length) // each) for length in lengths)
+        assert used <= splits.count_partials(requests, most_keys, kv_heads, True), (trial, lengths[:9])
+        assert (
+            used
+            <= splits.count_partials(requests, most_keys, kv_heads, False)
+            == requests * (splits.count_splits(most_keys))
+        )
+    assert splits.count_partials(256, 262144, 4, True) == 256 * 150
 
 
 def test_a_process_whose_default_dtype_is_narrow_gets_the_same_bits():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_mtp.ops import gdn_math
 from compiled_mtp.ops.features import ALL_MASKED, BAD_WORDS, DRAWN, NOT_FINITE, PENALTIES, RECENT_IDS
 from compiled_mtp.ops.window import Cursors, accept_window, read_window
 from compiled_mtp.ops.window.reference import position_hash
@@ -127,10 +126,9 @@ def test_forced_ids_take_the_place_of_samples(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_route_of_a_cpu_is_the_specification(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_route_of_a_cpu_is_the_specification(seed: int) -> None:
     """Compare every tensor of both, over requests at any stage, blocks at any position and all outcomes, with
     states that are stored and states that are not."""
-    monkeypatch.setattr(gdn_math, "_LEAST_BATCH", 1)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:

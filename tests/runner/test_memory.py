@@ -73,7 +73,7 @@ def test_memory_utilization_is_the_share_of_the_caches(tmp_path: Path) -> None:
         config = EngineConfig(model=tmp_path, device="cpu", memory_utilization=share, offload_gb=0)
         spec = resolve(config, model, model.vocab_size)
         sizes = {"free_bytes": 2**28, "host_bytes": 2**28, "draft_head_bytes": 0}
-        memory = resolve_memory(spec, **sizes, max_batch=8, most_rows=32)
+        memory = resolve_memory(spec, **sizes, max_batch=8, rounds=[(8, 4)])
         assert memory.total_bytes <= share * 2**28
         blocks.append(memory.num_blocks)
     assert blocks[0] < blocks[1] < blocks[2]
@@ -249,14 +249,18 @@ def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) ->
         make_engine(directory, offload_gb=99999)
 
 
-@pytest.mark.parametrize(("device", "parts"), [("cpu", 0), ("cuda", 600 * 128 * 24)])
-def test_what_grows_with_the_longest_request_is_counted(device: str, parts: int) -> None:
-    # 27B at 262,144 tokens, 128 rows: 1.2 GB of parts of attention's sums, 64 MiB of rotary table.
-    model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, head_dim=256)
+@pytest.mark.parametrize(
+    ("device", "requests", "parts"),
+    [("cpu", 32, 0), ("cuda", 8, 600 * 32 * 24), ("cuda", 32, 150 * 128 * 24)],
+)
+def test_what_grows_with_the_longest_request_is_counted(device: str, requests: int, parts: int) -> None:
+    # 27B at 262,144 tokens, four rows of each request: 0.5 GB of parts of attention's sums for 8 requests and
+    # for 32, whose splits are in groups; 64 MiB of rotary table.
+    model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, num_kv_heads=4, head_dim=256)
     config = SimpleNamespace(block_size=64)
     spec: Any = SimpleNamespace(config=config, model_shard=model, device=torch.device(device))
-    tables = 2**18 * 64 * 4 + (34 + 128) * 4096 * 4
-    assert length_bytes(spec, 2**18, 32, 128) == tables + parts * 258 * 4
+    tables = 2**18 * 64 * 4 + (34 + 4 * requests) * 4096 * 4
+    assert length_bytes(spec, 2**18, 32, [(requests, 4), (1, 4)]) == tables + parts * 258 * 4
 
 
 GIB = 2**30
@@ -272,6 +276,10 @@ GIB = 2**30
         (8.2, {}, 16),
         (8.1, {}, 8),
         (1.0, {}, 8),
+        # The state rows of 64 requests are a quarter of 42.2 GiB, those of 256 of 164.9.
+        (42.1, {}, 32),
+        (42.3, {}, 64),
+        (165.0, {}, 256),
         # Short requests take fewer blocks; a given number of blocks replaces those of all.
         (8.3, {"max_model_len": 512}, 32),
         (8.3, {"num_blocks": 200}, 32),
@@ -294,7 +302,7 @@ def test_what_decides_max_batch_before_memory() -> None:
     on_gpu = spec_of()
     on_cpu = replace(on_gpu, device=torch.device("cpu"))
     assert resolve_max_batch(on_cpu, 1 << 40) == 8
-    assert resolve_max_batch(on_gpu, 1 << 40) == 32
+    assert resolve_max_batch(on_gpu, 1 << 40) == 256
     assert resolve_max_batch(on_gpu, 1 << 20) == 8
     for spec in (spec_of(max_batch=3), replace(spec_of(max_batch=3), device=torch.device("cpu"))):
         assert resolve_max_batch(spec, 1 << 40) == 3
@@ -344,6 +352,16 @@ def test_available_bytes_count_the_page_cache(proc: Path, tmp_path: Path) -> Non
     assert available_bytes(proc, tmp_path / "none") == 1000 * MIB
     (proc / "self" / "cgroup").unlink()
     assert available_bytes(proc, tmp_path / "none") == 1000 * MIB
+
+
+def test_available_bytes_stay_below_the_limit_of_the_address_space(
+    proc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    (proc / "self" / "statm").write_text("100 50 20 10 0 30 0\n")
+    for limit, left in ((300, 200), (60, 0)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (limit * page, -1))
+        assert available_bytes(proc, tmp_path / "none") == left * page
 
 
 def test_available_bytes_are_capped_by_every_group_above(proc: Path, tmp_path: Path) -> None:
@@ -455,7 +473,7 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     """And no other: of each field of Limits the number is found in one of the two, by its name."""
     spec = spec_of(max_batch=3, max_model_len=4096, num_blocks=20)
     sizes = {"free_bytes": 1 << 30, "host_bytes": 1 << 30, "draft_head_bytes": 0}
-    plan = resolve_memory(spec, **sizes, max_batch=3, most_rows=24)
+    plan = resolve_memory(spec, **sizes, max_batch=3, rounds=[(3, 8)])
     limits = limits_of(spec, plan)
     assert (limits.max_model_len, limits.longest, plan.max_model_len) == (4096, 19 * 64, 19 * 64)
     assert (limits.prefix_step, limits.mtp_step, limits.max_prompt_chunks) == (64, spec.mtp_step, 3)

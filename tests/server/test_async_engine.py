@@ -62,10 +62,10 @@ def test_tokens_of_the_engine_itself() -> None:
             await asyncio.sleep(0.01)
         # That would never fit, whoever ends.
         with pytest.raises(
-            ValueError, match=r"n must be at most 128 \(max_open\) .*, got 144; ask for fewer"
+            ValueError, match=r"n must be at most 512 \(max_open\) .*, got 528; ask for fewer"
         ):
             await async_engine.add_all(
-                [{"prompt": "x", "params": SamplingParams(n=16)} for _ in range(9)],
+                [{"prompt": "x", "params": SamplingParams(n=16)} for _ in range(33)],
             )
 
     async def run() -> list[list[int]]:

@@ -126,6 +126,31 @@ def test_no_key_and_no_prompt_is_logged(guarded: Running, caplog: pytest.LogCapt
         assert not any(secret in r.getMessage() for r in caplog.records if r.name.startswith("compiled_mtp"))
 
 
+def test_good_answers_to_supervisors_are_logged_for_debugging_only(
+    guarded: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "compiled_mtp.server")
+    for path, headers in (
+        ("/health", {}),
+        ("/metrics", {"x-api-key": KEY}),
+        ("/metrics", {}),
+        ("/nowhere", {}),
+    ):
+        httpx.get(guarded.url + path, headers=headers)
+    deadline = time.monotonic() + 5
+    lines: list[Any] = []
+    while time.monotonic() < deadline and len(lines) < 4:
+        time.sleep(0.01)
+        records = [one for one in caplog.records if one.name == "compiled_mtp.server"]
+        lines = [(one.levelname, json.loads(one.getMessage())) for one in records]
+    assert [(level, line["path"], line["status"]) for level, line in lines] == [
+        ("DEBUG", "/health", 200),
+        ("DEBUG", "/metrics", 200),
+        ("INFO", "/metrics", 401),
+        ("INFO", "/nowhere", 401),
+    ]
+
+
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "localhost, evil"])
 def test_other_hosts_are_refused(guarded: Running, host: str) -> None:
     answer = post(guarded, headers={"host": host})

@@ -120,7 +120,9 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         for rows, (n, k), how in (
             (4, gate_up, "gated"),
             (4, down, "parts8"),
+            (12, gate_up, "gated"),
             (20, gate_up, "product"),
+            (50, gate_up, "product"),
             (100, gate_up, "product"),
         ):
             call = functools.partial(blocks_product, rows=rows, n=n, k=k, kind=kind, how=how)

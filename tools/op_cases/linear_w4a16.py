@@ -106,7 +106,7 @@ def w4a16_product(
 
 def launches(capability: int) -> Iterator[LaunchCase]:
     """Yield each tile height whole, gated and with each number of partials, and each group size."""
-    for rows in (4, 20, 100):
+    for rows in (4, 12, 20, 50, 100):
         for n, k, kinds in (
             (34816, 5120, ("product", "gated")),
             (5120, 17408, ("parts1", "parts4", "parts8")),

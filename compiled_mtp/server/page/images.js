@@ -5,11 +5,15 @@ import { ServiceError } from "./api.js";
 // A canvas shows them: the page's policy lets no element load what a user gives.
 const THUMBNAIL = 96;
 
-/** The images beside the prompt. `say(error)` shows what could not be read, and null clears it. */
+/**
+ * The images beside the prompt. `say(error)` shows what could not be read, and null clears it; `sent()` counts the
+ * images of the chat's turns, which are sent again with the next.
+ */
 export class ImageTray {
-  constructor(box, say) {
+  constructor(box, say, sent) {
     this.box = box;
     this.say = say;
+    this.sent = sent;
     this.most = 0;
     this.images = [];
     this.list = box.querySelector("ul");
@@ -39,7 +43,7 @@ export class ImageTray {
     return this.most > 0 && !this.box.hidden;
   }
 
-  /** Allow so many images of a prompt; 0 hides the tray. */
+  /** Allow so many images of a chat; 0 hides the tray. */
   allow(most) {
     this.most = most;
     this.box.classList.toggle("off", most === 0);
@@ -50,7 +54,9 @@ export class ImageTray {
     this.say(null);
     for (const file of files) {
       try {
-        if (this.images.length >= this.most) throw new ServiceError(`This server takes at most ${this.most} images.`);
+        if (this.images.length + this.sent() >= this.most) {
+          throw new ServiceError(`This server takes at most ${this.most} images in a chat.`);
+        }
         const [url, bitmap] = await Promise.all([read(file), createImageBitmap(file)]);
         this.images.push({ url, bitmap, name: file.name || "pasted image" });
       } catch (error) {

@@ -36,7 +36,11 @@ let answers = [];
 let edited = null;
 let running = null;
 let isModeSettled = false;
-const tray = new ImageTray(byId("images"), (error) => showError(error));
+const tray = new ImageTray(
+  byId("images"),
+  (error) => showError(error),
+  () => turnsBefore(edited).reduce((count, one) => count + one.images.length, 0),
+);
 const panel = new Panel((answer, number) => show(answer, number === null ? null : answer.rounds.list[number], null));
 
 function mode() {
@@ -91,15 +95,18 @@ function setRunning(controller) {
   if (!controller && focused === "stop") prompt.focus();
 }
 
-/** Return the messages of the chat before `end`, an answer that will be replaced; null for all. */
-function history(end) {
+/** Return the chat's turns before `end`, an answer that will be replaced; null for all. */
+function turnsBefore(end) {
   const kept = end === null ? answers : answers.slice(0, answers.indexOf(end));
-  return kept
-    .filter((one) => one.isChat && !one.isLeftOut)
-    .flatMap((one) => [
-      { role: "user", content: withImages(one.asked, one.images) },
-      { role: "assistant", content: one.content },
-    ]);
+  return kept.filter((one) => one.isChat && !one.isLeftOut);
+}
+
+/** Return the messages of the chat before `end`, as `turnsBefore` takes it. */
+function history(end) {
+  return turnsBefore(end).flatMap((one) => [
+    { role: "user", content: withImages(one.asked, one.images) },
+    { role: "assistant", content: one.content },
+  ]);
 }
 
 /** Remove the answers of the chat from one on. */
