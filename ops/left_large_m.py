@@ -206,6 +206,7 @@ def multiply_units(
     totals = (zeros, zeros) if HALVES == 2 else (zeros,)
     fields = load_fields(fields_at, in_block, step, first, end - 1, 1, FIELDS, KIND)
     later = load_fields(fields_at, in_block, step, first + 1, end - 1, 1, FIELDS, KIND)
+    # Numbers of the device, as barriers take them.
     stage = first * 0
     phase = first * 0
     mbarrier.wait(full.index(stage), phase)
@@ -282,7 +283,7 @@ def left_large_m_kernel(
     KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
     BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BM rows by a tile of 64 GROUPS weight rows, over one K split of `units` units.
+    """BM rows by a tile of 64 GROUPS weight rows, over one K split of `units` units; GROUPS: 2, 3 or 5.
 
     x: a descriptor of tiles [BM, 128] of the rows. all_units: units of a whole row. weight_scale: words of 32
     bits. KIND to PARTS: the weight's LeftForm. GATED: as `weight_row` has it.
@@ -311,16 +312,7 @@ def left_large_m_kernel(
     sources = (
         x, weight, words, above, shared_x, full, empty, first_row, tile, n, weight_stride, first, units
     )  # fmt: skip
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (multiply_units, (given, 0, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
-            ],
-            [4],
-            [40],
-        )
-    elif GROUPS == 2:
+    if GROUPS == 2:
         gl.warp_specialize(
             [
                 (multiply_units, (given, 0, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),

@@ -144,8 +144,8 @@ class Printer:
                     error.filename = self._path
                     raise
             if self._is_single:
-                if self._stdout.isatty():
-                    say("")
+                # Its text may end in mid-line, in a terminal or in a file that takes both streams.
+                say("")
             else:
                 name = "" if job.id is None else f" {escape(str(job.id), 200)}"
                 self._write(f"--- {job.index}{name} ({job.where}): {job.finish_reason}\n{job.text}\n")

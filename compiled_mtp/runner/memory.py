@@ -192,12 +192,11 @@ def default_max_batch(
     while batch > DEFAULT_BATCH:
         blocks = num_blocks or batch * blocks_each + 1
         rows_bytes = (batch + SPARE_SLOTS) * shape.state_row_bytes()
+        blocks_bytes, most_bytes = blocks * shape.block_bytes(block_size), room
         if batch > _MANY_REQUESTS:
             rows_bytes += scratch_bytes(batch)
-            is_many = rows_bytes > _MANY_SHARE * free_bytes
-        else:
-            is_many = False
-        if not is_many and rows_bytes + blocks * shape.block_bytes(block_size) <= room:
+            most_bytes = min(room, blocks_bytes + int(_MANY_SHARE * free_bytes))
+        if rows_bytes + blocks_bytes <= most_bytes:
             break
         batch //= 2
     return batch

@@ -71,6 +71,17 @@ def test_a_line_is_written_while_others_are_decoded(
     assert seen == [0, 1, 2]
 
 
+def test_a_single_text_and_the_summary_share_no_line(
+    engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = io.StringIO()  # As with 2>&1.
+    monkeypatch.setattr("sys.stdout", both)
+    monkeypatch.setattr("sys.stderr", both)
+    assert run_main("--prompt", "x", "--max-tokens", 6) == 0
+    (summary,) = [line for line in both.getvalue().splitlines() if "mtp_step" in line]
+    assert summary.split() == ["mtp_step", "auto"]
+
+
 def test_a_bar_shows_progress(
     engine: type[FakeEngine], prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
