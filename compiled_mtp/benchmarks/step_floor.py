@@ -53,8 +53,8 @@ def product_flops(runner: Runner, batch: int) -> dict[str, float]:
         layer = replace(config, num_layers=1, is_full_attention=(True,)).active_weights
         passes = rows + (mtp_step - 1) * batch
         add(layer + 2 * config.hidden_size**2, quantised(step.draft), passes)
-        num_ids = runner.spec.drafts.num_ids or step.target.num_head_rows
-        add(num_ids * config.hidden_size, 0, mtp_step * batch)
+        head = (runner.spec.drafts.num_ids or step.target.num_head_rows) * config.hidden_size
+        add(head, head if step.quantizes_draft_rows else 0, mtp_step * batch)
     return flops
 
 

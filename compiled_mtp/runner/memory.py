@@ -157,12 +157,12 @@ def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
     least = max(DEFAULT_BATCH, *(config.batch_sizes or ()), 0)
     if spec.device.type == "cpu":
         return least
-    shape, rows = cache_shape(spec), spec.mtp_step + 1
+    # Of batches above the least, which is not compared with memory.
+    shape, rows = cache_shape(replace(spec, wide_shapes=())), spec.mtp_step + 1
     longest = min(spec.max_model_len, free_bytes // shape.block_bytes(config.block_size) * config.block_size)
     fits = default_max_batch(
         int(free_bytes * config.memory_utilization),
-        # Of batches above the least, which is not compared with memory.
-        cache_shape(replace(spec, wide_shapes=())),
+        shape,
         block_size=config.block_size,
         max_model_len=spec.max_model_len,
         num_blocks=config.num_blocks,

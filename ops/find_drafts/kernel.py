@@ -1,8 +1,8 @@
 """Drafts from the text in two launches: programs search parts of a request's text, then one chooses.
 
-A program is one warp, so that no branch needs a barrier. It compares a part with the last id, with the id
-before it only if some place matches, and with the others only if some place matches both. Lengths and places
-are integers, so no result depends on the parts.
+A program is one warp, so that no branch needs a barrier. It compares a part with the last id, with the ids
+before it only if some place matches, and goes beyond LEAST_MATCH ids only where a place matches that many.
+Lengths and places are integers, so no result depends on the parts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.find_drafts.reference import CHAIN_UNIT, DECAY, LEAST_MATCH, MOST_MATCH, RISE
 
-BLOCK = 256
+BLOCK = 512
 # Programs of one request at most, and of all requests together: about as many as a GPU holds at a time.
 MOST_PARTS, MOST_PROGRAMS = 512, 4096
 PLACE_BITS = 26
+
+
+@triton.jit
+def match_before(ids, place, last, is_open, length, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Compare the ids FIRST to LAST - 1 places back, where those between matched; return what still matches
+    and the lengths."""
+    for back in tl.static_range(FIRST, LAST):
+        wanted = tl.load(ids + last - back, mask=last >= back, other=-1)
+        one = tl.load(ids + place - back, mask=is_open & (place >= back), other=-1)
+        is_open = is_open & (one == wanted) & (one >= 0)
+        length += is_open.to(tl.int32)
+    return is_open, length
 
 
 @triton.jit
@@ -51,34 +63,21 @@ def search_kernel(
     wanted = tl.load(ids + last)
     # Matches no id.
     wanted = tl.where(wanted < 0, -2, wanted)
-    before = tl.load(ids + last - 1, mask=last > 0, other=-2)
-    before = tl.where(before < 0, -2, before)
     lane = tl.arange(0, BLOCK)
     found = 0
-    place = part * BLOCK + lane
-    # Whole rows are loaded, not up to `last`, so that the mask allows loads of four ids.
-    ahead = tl.load(ids + place, mask=place < text_stride, other=-1)
-    for _ in range(part, tl.cdiv(last, BLOCK), num_parts):
-        is_open = (ahead == wanted) & (place < last)
-        # The next block is on its way while this one is compared.
-        after = place + num_parts * BLOCK
-        ahead = tl.load(ids + after, mask=after < text_stride, other=-1)
+    for block in range(part, tl.cdiv(last, BLOCK), num_parts):
+        place = block * BLOCK + lane
+        # The whole row is loaded, not up to `last`, so that the mask allows loads of four ids.
+        one = tl.load(ids + place, mask=place < text_stride, other=-1)
+        is_open = (one == wanted) & (place < last)
         if tl.max(is_open.to(tl.int32), 0) > 0:
-            one = tl.load(ids + place - 1, mask=is_open & (place > 0), other=-1)
-            is_open = is_open & (one == before)
-            length = 2 * is_open.to(tl.int32)
-            back = 2
-            while (back < MOST_MATCH) & (tl.max(is_open.to(tl.int32), 0) > 0):
-                own = tl.load(ids + last - back, mask=last >= back, other=-2)
-                one = tl.load(ids + place - back, mask=is_open & (place >= back), other=-1)
-                is_open = is_open & (one == own) & (one >= 0)
-                length += is_open.to(tl.int32)
-                back += 1
-            if back > LEAST_MATCH:
+            length = is_open.to(tl.int32)
+            is_open, length = match_before(ids, place, last, is_open, length, 1, LEAST_MATCH)
+            if tl.max(length, 0) >= LEAST_MATCH:
+                is_open, length = match_before(ids, place, last, is_open, length, LEAST_MATCH, MOST_MATCH)
                 is_match = length >= LEAST_MATCH
                 longest = tl.max(tl.where(is_match, (length << PLACE_BITS) + place, 0), 0)
                 found = tl.maximum(found, longest)
-        place = after
     if PDL:
         # The text is older than the last fence; the last reader of `best` may not be.
         gdc_wait()

@@ -138,7 +138,7 @@ def shape_runner(name: str, is_fp8: bool) -> Any:
         state_cache=StateCache(model, 2, 3, dtype, device),
         draft_head=None,
         draft_head_scale=None,
-        has_own_head=lambda batch: False,
+        quantizes_draft_rows=False,
     )
     spec = SimpleNamespace(model=model, dtype=dtype, drafts=DraftPlan(), weight_formats=formats)
     return SimpleNamespace(spec=spec, step=step)
