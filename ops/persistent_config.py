@@ -16,8 +16,8 @@ from compiled_mtp.ops.k_splits import K_SPLIT_UNIT
 ARCH = "sm_90"
 # Of a row of a step's columns: a row of the swizzle.
 STEP_BYTES = 128
-# Handing sums over takes about a tenth of a product's time: tasks are cut where whole ones take more.
-MOST_IDLE = 1.1
+# Handing sums over takes as long as this number of steps, measured on an H200.
+HAND_OVER_STEPS = 12
 # With fewer rows (by the bytes of an element) or multiplications other kernels are faster: measured on an
 # H200 with 27B's products of 128 to 1,024 rows.
 LEAST_ROWS = {2: 129, 1: 65}
@@ -52,7 +52,7 @@ class PersistentProduct:
     """How the programs of a launch share a product.
 
     parts: K splits that are stored apart. chains: K splits that each task sums as a tree. tasks: those of one
-    row tile. shares: programs of one row tile.
+    row tile, of `steps` steps each. shares: programs of one row tile.
     """
 
     tile: PersistentTile
@@ -60,12 +60,14 @@ class PersistentProduct:
     chains: int
     row_tiles: int
     tasks: int
+    steps: int
     shares: int
 
     @property
     def is_cut(self) -> bool:
-        """Return whether programs cut tasks: whole ones would leave too many processors idle in the end."""
-        return -(-self.tasks // self.shares) * self.shares > MOST_IDLE * self.tasks
+        """Return whether programs cut tasks: they would wait longer for the last of whole ones."""
+        whole = -(-self.tasks // self.shares) * self.steps
+        return whole > self.tasks * self.steps / self.shares + HAND_OVER_STEPS
 
     @property
     def slots(self) -> int:
@@ -74,28 +76,32 @@ class PersistentProduct:
 
 
 def share_out(
-    tile: PersistentTile, rows: int, width: int, parts: int, chains: int, gated: bool, num_processors: int
-) -> PersistentProduct:
-    """Return how programs share the tiles of `rows` rows and `width` columns of the result."""
+    tile: PersistentTile, rows: int, width: int, k: int, parts: int, chains: int, gated: bool, itemsize: int,
+    num_processors: int,
+) -> PersistentProduct:  # fmt: skip
+    """Return how programs share the tiles of `rows` rows and `width` columns of the result, of K columns."""
     row_tiles = -(-rows // tile.block_m)
     tasks = -(-width // (tile.block_n // 2 if gated else tile.block_n)) * parts
     shares = max(1, min(tasks, num_processors // row_tiles))
-    return PersistentProduct(tile, parts, chains, row_tiles, tasks, shares)
+    return PersistentProduct(
+        tile, parts, chains, row_tiles, tasks, k * itemsize // (parts * STEP_BYTES), shares
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_product(
-    rows: int, width: int, parts: int, chains: int, gated: bool, itemsize: int, num_processors: int
+    rows: int, width: int, k: int, parts: int, chains: int, gated: bool, itemsize: int, num_processors: int
 ) -> PersistentProduct:
     """Return the product with the tile of the least estimated time."""
 
     def time(product: PersistentProduct) -> float:
         tile, tasks = product.tile, product.tasks / product.shares
-        tasks = min(math.ceil(tasks), tasks * MOST_IDLE) if product.tasks > product.shares else 1.0
-        return tasks * tile.block_m * tile.block_n * tile.cost
+        is_cut = product.is_cut
+        steps = tasks * product.steps + HAND_OVER_STEPS if is_cut else math.ceil(tasks) * product.steps
+        return steps * tile.block_m * tile.block_n * tile.cost
 
-    found = [share_out(tile, rows, width, parts, chains, gated, num_processors) for tile in TILES[itemsize]]
-    return min(found, key=time)
+    last = (width, k, parts, chains, gated, itemsize, num_processors)
+    return min((share_out(tile, rows, *last) for tile in TILES[itemsize]), key=time)
 
 
 def find_persistent(
@@ -115,4 +121,4 @@ def find_persistent(
     if k % (parts * chains * K_SPLIT_UNIT) or not (is_describable(x) and is_describable(weight)):
         return None
     width = n // 2 if gated else n
-    return choose_product(rows, width, parts, chains, gated, x.element_size(), device.num_processors)
+    return choose_product(rows, width, k, parts, chains, gated, x.element_size(), device.num_processors)

@@ -352,14 +352,13 @@ def launch_persistent(
 
     Returns [parts, M, N]; gated, silu(gate) * up [1, M, N / 2].
     """
-    (rows, k), n, tile = x.shape, weight.shape[0], product.tile
+    rows, n, tile = x.shape[0], weight.shape[0], product.tile
     device = device_of(x.device.index)
     out = torch.empty((product.parts, rows, n // 2 if gated else n), dtype=out_dtype, device=x.device)
     programs = product.shares * product.row_tiles
     size = programs * product.slots * tile.block_m * tile.block_n
     slots = torch.empty(size, dtype=torch.float32, device=x.device)
     step = STEP_BYTES // x.element_size()
-    steps = k // (product.parts * step)
     persistent_kernel[(programs,)](
         describe_tiles(x, tile.block_m, step),
         describe_tiles(weight, tile.block_n // 2 if gated else tile.block_n, step),
@@ -372,8 +371,8 @@ def launch_persistent(
         n,
         product.tasks,
         product.parts,
-        steps,
-        1 if product.is_cut else steps,
+        product.steps,
+        1 if product.is_cut else product.steps,
         0 if x_scale is None else x_scale.stride(0),
         0 if weight_scale is None else weight_scale.stride(0),
         BM=tile.block_m,

@@ -37,7 +37,7 @@ def test_sums_have_the_bits_of_few_rows(n: int, k: int, parts: int, chains: int,
     config = LinearConfig(16, 64, 64, 4, 3, parts, chains, 0, sequential=True)
     wanted = launch_config(config, x, weight, None, True, keep_partials=True)
     for rows in (1, 64, 65, 128, 129, 256, 300, 520):
-        product = share_out(TILES[2][index], rows, n, parts, chains, False, processors())
+        product = share_out(TILES[2][index], rows, n, k, parts, chains, False, 2, processors())
         got = launch_persistent(product, x[:rows], weight, torch.float32)
         assert torch.equal(got, wanted[:, :rows]), f"{rows} rows"
     assert not zero_counters(x.device).any()
@@ -58,7 +58,7 @@ def test_quantised_sums_have_the_bits_of_few_rows(n: int, k: int, parts: int) ->
     length = k // (parts * chains)
     wanted = launch_config(W8A8Config(16, 128, 4, 4), x, x_scale, weight, scale, parts, length, torch.float32)
     for rows in (1, 65, 128, 129, 300, 520):
-        product = share_out(TILES[1][0], rows, n, parts, chains, False, processors())
+        product = share_out(TILES[1][0], rows, n, k, parts, chains, False, 1, processors())
         scales = {"x_scale": x_scale[:rows], "weight_scale": scale}
         got = launch_persistent(product, x[:rows], weight, torch.float32, **scales)
         assert torch.equal(got, wanted[:, :rows]), f"{rows} rows"

@@ -23,6 +23,7 @@ from compiled_mtp.ops.persistent_config import (
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from compiled_mtp.ops import persistent_config
 from compiled_mtp.ops import persistent_product as module
 from compiled_mtp.ops.counters import zero_counters
 from compiled_mtp.ops.silu_mul import silu_mul
@@ -41,6 +42,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> persistent_on_cpu.Kernel:
     stand_in = persistent_on_cpu.Kernel(module.persistent_kernel)
     monkeypatch.setattr(module, "persistent_kernel", stand_in)
     monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
+    # Cut every task that can be cut: these have few steps.
+    monkeypatch.setattr(persistent_config, "HAND_OVER_STEPS", 0)
     return stand_in
 
 
@@ -84,10 +87,12 @@ def values_of(x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, scal
 
 
 def share(
-    tile: PersistentTile, rows: int, width: int, parts: int, chains: int, shares: int
+    tile: PersistentTile, x: torch.Tensor, n: int, parts: int, chains: int, shares: int
 ) -> PersistentProduct:
-    tasks = -(-width // tile.block_n) * parts
-    return PersistentProduct(tile, parts, chains, -(-rows // tile.block_m), tasks, min(tasks, shares))
+    """Return how `shares` programs per row tile share a product, or fewer if there are fewer tasks."""
+    (rows, k), tasks = x.shape, -(-n // tile.block_n) * parts
+    steps = k * x.element_size() // (parts * STEP_BYTES)
+    return PersistentProduct(tile, parts, chains, -(-rows // tile.block_m), tasks, steps, min(tasks, shares))
 
 
 # One and several row tiles; weight rows that no tile divides; tasks cut inside a chain, between chains and
@@ -118,7 +123,7 @@ def test_sums_have_one_order(
     shares: int,
 ) -> None:
     x, weight = ordered(rows, n, k)
-    product = share(tile, rows, n, parts, chains, shares)
+    product = share(tile, x, n, parts, chains, shares)
     got = module.launch_persistent(product, x, weight, torch.float32)
     assert got.shape == (parts, rows, n)
     assert torch.equal(got, sum_parts(x, weight, parts, chains))
@@ -147,7 +152,7 @@ def test_blocks_have_one_order(
     shares: int,
 ) -> None:
     x, weight, x_scale, scale = ordered_blocks(rows, n, 1024)
-    product = share(tile, rows, n, parts, chains, shares)
+    product = share(tile, x, n, parts, chains, shares)
     scales = {"x_scale": x_scale, "weight_scale": scale}
     got = module.launch_persistent(product, x, weight, torch.float32, **scales)
     assert torch.equal(got, sum_parts(*values_of(x, weight, x_scale, scale), parts, chains, 128))
@@ -160,7 +165,7 @@ def test_a_gated_product_is_silu_mul_of_the_rounded_sums(
 ) -> None:
     x, weight = ordered(140, 2 * 500, 320)
     weight = weight * 2.0**-18
-    product = share(tile, 140, 2 * 500, 1, 1, shares)
+    product = share(tile, x, 2 * 500, 1, 1, shares)
     (got,) = module.launch_persistent(product, x, weight, torch.bfloat16, gated=True)
     assert got.shape == (140, 500)
     torch.testing.assert_close(got, silu_mul.reference(sum_chain(x, weight).bfloat16()), rtol=1e-2, atol=0)
@@ -169,16 +174,15 @@ def test_a_gated_product_is_silu_mul_of_the_rounded_sums(
 
 def test_all_processors_work_equally_long() -> None:
     """27B's products of 256 rows leave few processors idle, and their tiles fit."""
-    for width, parts, chains, gated in (
-        (17408, 1, 1, True),
-        (5120, 4, 2, False),
-        (16480, 1, 2, False),
-        (248320, 1, 2, False),
+    for width, k, parts, chains, gated, is_cut in (
+        (17408, 5120, 1, 1, True, True),
+        (5120, 17408, 4, 2, False, True),
+        (16480, 5120, 1, 2, False, False),
     ):
-        for itemsize in TILES:
-            product = choose_product(256, width, parts, chains, gated, itemsize, 132)
-            assert product.shares * product.row_tiles >= 120
-            assert product.shares <= product.tasks
+        product = choose_product(256, width, k, parts, chains, gated, 2, 132)
+        assert product.shares * product.row_tiles >= 120
+        assert product.shares <= product.tasks
+        assert product.is_cut == is_cut
     for tile in (tile for tiles in TILES.values() for tile in tiles):
         size = tile.num_stages * (STEP_BYTES * (tile.block_m + tile.block_n) + 16)
         assert size + 1024 <= SHARED_BYTES
@@ -186,11 +190,11 @@ def test_all_processors_work_equally_long() -> None:
         assert tile.block_m == 128
         assert tile.block_n <= 256
     # A slot for a cut task, and two for each level of a tree of chains.
-    assert share_out(SMALL, 256, 17408, 1, 1, True, 132).slots == 1
-    assert share_out(SMALL, 256, 5120, 4, 2, False, 132).slots == 3
-    assert PersistentProduct(SMALL, 1, 4, 1, 4, 2).slots == 5
+    assert share_out(SMALL, 256, 17408, 5120, 1, 1, True, 2, 132).slots == 1
+    assert share_out(SMALL, 256, 5120, 17408, 4, 2, False, 2, 132).slots == 3
+    assert PersistentProduct(SMALL, 1, 4, 1, 4, 8, 2).slots == 5
     # More row tiles than processors.
-    assert share_out(SMALL, 32768, 512, 1, 1, False, 132).shares == 1
+    assert share_out(SMALL, 32768, 512, 512, 1, 1, False, 2, 132).shares == 1
 
 
 def find(
