@@ -92,6 +92,7 @@ class Engine(WeightControl):
             make_runner = LeadRunner
         spec = resolve(self.config, self.model_config, num_valid_ids, is_checkpoint=fill is None)
         self.runner = make_runner(spec, progress, fill, save_to=save_to)
+        spec = spec.for_batch(self.runner.memory.max_batch)
         self._depths = rounds = self._make_depths()
         depth, widen = (None, None) if rounds is None else (rounds.choose, rounds.widen)
         limits, read = limits_of(spec, self.runner.memory), self.runner.read_experts

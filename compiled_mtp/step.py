@@ -15,20 +15,25 @@ and rounds in two phases.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.slot_state import SlotState
-from compiled_mtp.cache.slot_tensors import SlotTensors
+from compiled_mtp.cache.slot_tensors import SlotRow, SlotTensors
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.draft_weights import DraftHead
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows, Rows
-from compiled_mtp.ops.find_drafts import LookupState, find_drafts
-from compiled_mtp.ops.linear import NARROW_ROWS, linear
+from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8
+from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
 from compiled_mtp.ops.window import (
     Accepted,
@@ -42,12 +47,69 @@ from compiled_mtp.ops.window import (
 from compiled_mtp.step_output import NUM_MATCHES, LeftDrafts, pack_round
 
 
+class DraftRows(NamedTuple):
+    """What the draft model reads of a round, and where its chain goes.
+
+    tokens [M] and hidden [M, H]: tokens drawn by the rows, and the target's hidden states before them; rows:
+    where these M inputs go in the draft's KV; kept_rows [B] int64: the rows of the last tokens, None for all.
+    chain_positions, chain_slots [>= S, >= B]: positions and KV indices of the next S drafts.
+    """
+
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    rows: Rows
+    kept_rows: torch.Tensor | None
+    chain_positions: torch.Tensor
+    chain_slots: torch.Tensor
+
+
+class DraftInputs(NamedTuple):
+    """What drafters read once the tokens of B requests are committed.
+
+    state_index [B]. token [B]: each request's last. num_drafts: S, of a chain. accepted [B, 2 + W]: `packed`
+    of `accept_window`, None for a first token. draft_rows: None where the draft model's inputs are deferred.
+    """
+
+    state_index: torch.Tensor
+    token: torch.Tensor
+    num_drafts: int
+    accepted: torch.Tensor | None
+    draft_rows: DraftRows | None
+
+
+class SlotSizes(NamedTuple):
+    """What decides the size of a drafter's rows: the most drafts of a chain, positions of a text, columns and
+    dtype of hidden states."""
+
+    mtp_step: int
+    max_model_len: int
+    hidden_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A source of drafts; `rounds.drafters` has them all. No drafter decides a token.
+
+    name: in the key of a graph cache. propose(step, inputs, drafts): its drafts [B, S], or those of the
+    drafter before it, [B, 0] for the first; with `matches` if it has stored them in the slots. rows(sizes):
+    what it keeps of each request. shapes(depths): the rounds in which its drafts are verified, for chains of
+    these depths.
+    """
+
+    name: str
+    propose: Callable[[Step, DraftInputs, torch.Tensor], LeftDrafts]
+    rows: Callable[[SlotSizes], tuple[SlotRow, ...]]
+    shapes: Callable[[Sequence[int]], tuple[RoundShape, ...]]
+
+
 class Step(nn.Module):
     """The models, their caches and the slots' rows, in one module so that the compiler sees every tensor at a
     static address.
 
     mtp_step is the largest number of drafts that a chain leaves; a round verifies at most as many as a slot
-    holds. has_images: prompts may have images, so that rotary positions differ from absolute ones.
+    holds. drafters: asked in this order. has_images: prompts may have images, so that rotary positions differ
+    from absolute ones.
     """
 
     cos_sin: torch.Tensor
@@ -70,6 +132,7 @@ class Step(nn.Module):
         synthetic_acceptance: float | None = None,
         draft_head: DraftHead | None = None,
         *,
+        drafters: Sequence[Drafter] = (),
         has_images: bool = False,
     ) -> None:
         super().__init__()
@@ -85,6 +148,7 @@ class Step(nn.Module):
         self.slot_tensors = SlotTensors([*slots.slot_tensors(), *state_cache.slot_tensors()])
         self.register_buffer("cos_sin", cos_sin)
         self.mtp_step = mtp_step
+        self.drafters = tuple(drafters)
         self.has_images = has_images
         self.num_valid_ids = min(num_valid_ids, slots.bias.shape[1])
         self.max_model_len = max_model_len
@@ -97,6 +161,7 @@ class Step(nn.Module):
         self.register_buffer("draft_head", head.weight)
         self.register_buffer("draft_head_scale", head.scale)
         self.register_buffer("draft_ids", head.ids)
+        self.quantizes_draft_rows = head.quantizes_rows
 
     def accept_at(self, rate: float | None) -> None:
         """Accept drafts at another synthetic rate from the next launch on; None compares them again.
@@ -105,15 +170,6 @@ class Step(nn.Module):
         """
         assert self.hash_limit is not None
         self.hash_limit.fill_(-1 if rate is None else round(rate * 2**16))
-
-    def has_own_head(self, batch: int) -> bool:
-        """Whether drafts of `batch` requests read another head than the target's.
-
-        A copy of the whole head in FP8 is faster up to NARROW_ROWS rows alone; the rows of `draft_vocab` are
-        read at every size, because they are few.
-        """
-        is_whole = self.draft_ids is None
-        return self.draft_head is not None and not (is_whole and batch > NARROW_ROWS)
 
     def decode(self, state_index: torch.Tensor, shape: RoundShape) -> torch.Tensor:
         """Run one round: verify the first S1 drafts of each request, emit its new tokens, leave S2 drafts.
@@ -138,8 +194,8 @@ class Step(nn.Module):
         #    becomes pos if the verify stored the states, and pos moves past the new tokens.
         accepted = self.accept_and_commit(state_index=state_index, window=window, sampled=sampled)
 
-        # 5. Make the draft's KV true for every row, then draft d_1 .. d_S2 from the bonus token. Drafts from
-        #    the text take their place where the last tokens stood before.
+        # 5. Make the draft's KV true for every row, then draft d_1 .. d_S2 from the bonus token: the chain,
+        #    then the other drafters (rounds/drafters.py).
         left = self.extend_and_draft(
             state_index=state_index,
             window=window,
@@ -235,12 +291,12 @@ class Step(nn.Module):
         """
         if self.draft is None:
             return LeftDrafts(tokens.new_empty((state_index.shape[0], 0)), None)
+        inputs = DraftInputs(state_index, accepted.bonus, shape.chain, accepted.packed, None)
         if shape.verify == shape.chain == 0:
-            return self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
+            self._defer_draft_inputs(state_index, window, tokens, hidden, accepted)
+            return self.leave_drafts(inputs)
         rotary = self.rotary_positions(accepted.positions, state_index)
         rows = _decode_rows(state_index, window, rotary)
-        rows = rows.moved(rotary, accepted.positions, accepted.kv_slots)
-        drafted = self.draft_forward(tokens, hidden, rows, kept_rows=accepted.accepted_row)
         chain = (accepted.chain_positions, accepted.chain_slots)
         if shape.chain > chain[0].shape[0]:
             # `accept_window` gives the positions of a chain of S1 drafts; a deeper one needs its own.
@@ -251,8 +307,15 @@ class Step(nn.Module):
                 block_table=window.block_table,
                 block_size=self.kv_cache.block_size,
             )
-        drafts = self.draft_chain(drafted, accepted.bonus, rows, *chain, num_drafts=shape.chain)
-        return self.leave_drafts(state_index, drafts, accepted.packed)
+        draft_rows = DraftRows(
+            tokens=tokens,
+            hidden=hidden,
+            rows=rows.moved(rotary, accepted.positions, accepted.kv_slots),
+            kept_rows=accepted.accepted_row,
+            chain_positions=chain[0],
+            chain_slots=chain[1],
+        )
+        return self.leave_drafts(inputs._replace(draft_rows=draft_rows))
 
     def draw(
         self,
@@ -291,71 +354,35 @@ class Step(nn.Module):
         table, ids = self.target.embed.table_for(token_ids)
         return self.draft(table, ids, hidden, rows, self.kv_cache.draft, self.cos_sin, kept_rows)
 
-    def draft_chain(
-        self,
-        hidden: torch.Tensor,
-        token: torch.Tensor,
-        rows: Rows,
-        chain_positions: torch.Tensor,
-        chain_slots: torch.Tensor,
-        num_drafts: int,
-    ) -> torch.Tensor:
-        """Draft d_1 .. d_S [B, S], S = num_drafts, after the last `token` [B].
+    def write_draft_keys(self, token_ids: torch.Tensor, hidden: torch.Tensor, rows: Rows) -> None:
+        """Write the draft's KV of inputs as `draft_forward` does, and compute nothing else."""
+        assert self.draft is not None
+        assert self.kv_cache.draft is not None
+        table, ids = self.target.embed.table_for(token_ids)
+        self.draft.write_keys(table, ids, hidden, rows, self.kv_cache.draft, self.cos_sin)
 
-        hidden [B, H]: the draft model's output at that token. chain_positions, chain_slots [>= S, >= B]:
-        where the inputs (d_i, draft hidden before it) go, i < S, past the accepted tokens; the next round
-        overwrites them. The draft samples with the request's own noise, so it agrees with the target far more
-        often than its argmax would (Daliri, Musco, Suresh, arXiv 2408.07978).
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [M, n] of the draft model's output [M, H], one for each row of the draft's head."""
+        head, scale = self.draft_head, self.draft_head_scale
+        if head is None:
+            return self.target.logits(hidden)
+        if self.quantizes_draft_rows:
+            logits = linear_w8a8(*quantize_rows(hidden), head, scale, True)
+        else:
+            logits = linear(hidden, head, scale, True)
+        # With draft_vocab every rank holds this head whole.
+        communicator = self.target.communicator if self.draft_ids is None else None
+        return logits if communicator is None else communicator.gather_columns(logits)
+
+    def leave_drafts(self, inputs: DraftInputs) -> LeftDrafts:
+        """Ask the drafters in turn, and leave the slots with what the last one gives.
+
+        Mutates the slots' drafts, and what the drafters keep.
         """
-        drafts, batch = [token[:, None][:, :0]], hidden.shape[0]
-        head, scale = (self.draft_head, self.draft_head_scale) if self.has_own_head(batch) else (None, None)
-        for i in range(num_drafts):
-            if i:
-                # Draft i's input: the draft before it.
-                positions = chain_positions[i - 1, :batch]
-                rotary = self.rotary_positions(positions, rows.state_index)
-                chained = rows.moved(rotary, positions, chain_slots[i - 1, :batch])
-                hidden = self.draft_forward(token, hidden, chained)
-            if head is None or self.draft_ids is None:
-                logits = self.target.logits(hidden, head, scale)
-            else:
-                # Every rank holds this head whole.
-                logits = linear(hidden, head, scale, True, False)
-            # Drafts past max_model_len take the noise of the last position: no request has room for them.
-            token = self.draw(
-                logits=logits,
-                drafts=drafts[-1] if len(drafts) < 3 else torch.cat(drafts[1:], dim=1),
-                positions=chain_positions[i, :batch],
-                state_index=rows.state_index,
-                column_ids=self.draft_ids,
-            ).token
-            drafts.append(token[:, None])
-        return torch.cat(drafts, dim=1)
-
-    def leave_drafts(
-        self, state_index: torch.Tensor, drafts: torch.Tensor, accepted: torch.Tensor | None = None
-    ) -> LeftDrafts:
-        """Leave each slot with a chain's drafts [B, S], or with lookup with drafts from its text where these
-        are likelier. Mutates the slots' drafts.
-
-        accepted: `packed` of `accept_window`, None for a first token.
-        """
-        slots = self.slots
-        if slots.token_ids is None:
-            return self.store_drafts(state_index, drafts)
-        assert slots.matched is not None
-        assert slots.threshold is not None
-        assert slots.chain_kept is not None
-        found = find_drafts(
-            slots.token_ids,
-            state_index=state_index,
-            pos=slots.pos,
-            chain=drafts,
-            lookup=LookupState(slots.matched, slots.threshold, slots.chain_kept),
-            drafts=slots.drafts,
-            accepted=accepted,
-        )
-        return LeftDrafts(found.drafts, found.matches)
+        left = LeftDrafts(inputs.token[:, None][:, :0], None)
+        for drafter in self.drafters:
+            left = drafter.propose(self, inputs, left.ids)
+        return self.store_drafts(inputs.state_index, left.ids) if left.matches is None else left
 
     def leave_nothing(self, state_index: torch.Tensor, num_drafts: int) -> LeftDrafts:
         """Return ids 0 in the place of drafts [B, num_drafts]; mutates nothing."""
@@ -391,10 +418,10 @@ class Step(nn.Module):
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         accepted: Accepted,
-    ) -> LeftDrafts:
-        """Store the draft inputs of a round of one row per request for `catch_up`; returns no drafts [B, 0].
+    ) -> None:
+        """Store the draft inputs of a round of one row per request for `catch_up`.
 
-        Mutates the slots' rings of deferred inputs and their drafts, which become zeros.
+        Mutates the slots' rings of deferred inputs.
         """
         slots, index = self.slots, state_index.to(torch.int64)
         entry = (index, (window.pos + 1) % slots.deferred_ids.shape[1])
@@ -402,7 +429,6 @@ class Step(nn.Module):
         slots.deferred_hidden[entry] = hidden
         # Padding gains no token.
         slots.num_deferred[index] = slots.num_deferred[index] + accepted.packed[:, 0]
-        return self.store_drafts(state_index, tokens.new_empty((state_index.shape[0], 0)))
 
     def rotary_positions(self, positions: torch.Tensor, state_index: torch.Tensor) -> torch.Tensor:
         """The rotary positions, equal on all axes, of generated tokens at absolute `positions` [B * n].

@@ -117,26 +117,38 @@ def load_units(
 
 
 @gluon.jit
-def decode_unit(
-    words, above, fields, row, layout: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    KIND: gl.constexpr,
+def add_unit(
+    words, above, x, fields, row, total, layout: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
+    KIND: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The parts of one unit of 64 weight rows, decoded."""
+    """total [64, BM] plus the products of one unit, part by part."""
+    BM: gl.constexpr = x.shape[0]
+    COUNT: gl.constexpr = 128 // WIDTH
     codes = load_codes(words, above, row, 0, WIDTH, KIND, gl.DotOperandLayout(0, layout, 2))
     fields = own_fields(fields, row, FIELDS, KIND)
-    parts = ()
-    for part in gl.static_range(128 // WIDTH):
-        parts += (decode_part(codes, fields, part, WIDTH, KIND),)
-    return parts
-
-
-@gluon.jit
-def start_sum(parts, x, sums, COUNT: gl.constexpr, FROM_ZERO: gl.constexpr, WIDTH: gl.constexpr):
-    """Start to add the products of COUNT parts to sums, or to zero; one group of products for each part."""
+    sums = total
+    waiting = total
     for part in gl.static_range(COUNT):
         columns = x.slice(part * WIDTH, WIDTH, 1).permute([1, 0])
-        sums = warpgroup_mma(parts[part], columns, sums, use_acc=part > 0 or not FROM_ZERO, is_async=True)
-    return sums
+        decoded = decode_part(codes, fields, part, WIDTH, KIND)
+        if PARTS == 0:
+            sums = warpgroup_mma(decoded, columns, sums, is_async=True)
+        else:
+            if part % PARTS == 0:
+                sums = gl.zeros([64, BM], gl.float32, layout)
+            sums = warpgroup_mma(decoded, columns, sums, use_acc=part % PARTS > 0, is_async=True)
+            if part % PARTS == PARTS - 1:
+                # The sums of one scale are on their way while those of the scale before it are added.
+                if part >= PARTS:
+                    waiting = warpgroup_mma_wait(PARTS, deps=[waiting])
+                    total = add_scaled(waiting, fields, total, part - PARTS, layout, WIDTH, KIND)
+                waiting = sums
+    if PARTS == 0:
+        total = warpgroup_mma_wait(0, deps=[sums])
+    else:
+        waiting = warpgroup_mma_wait(0, deps=[waiting])
+        total = add_scaled(waiting, fields, total, COUNT - 1, layout, WIDTH, KIND)
+    return total
 
 
 @gluon.jit
@@ -150,128 +162,44 @@ def add_scaled(
 
 
 @gluon.jit
-def add_unit(
-    words, above, x, fields, row, total, layout: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    KIND: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """total [64, BM] plus the products of one unit that has several scales.
-
-    The sums of one scale run while those of the scale before it are added.
-    """
-    COUNT: gl.constexpr = 128 // WIDTH
-    codes = load_codes(words, above, row, 0, WIDTH, KIND, gl.DotOperandLayout(0, layout, 2))
-    fields = own_fields(fields, row, FIELDS, KIND)
-    zeros = gl.zeros([64, total.shape[1]], gl.float32, layout)
-    sums = zeros
-    before = zeros
-    for part in gl.static_range(COUNT):
-        columns = x.slice(part * WIDTH, WIDTH, 1).permute([1, 0])
-        decoded = decode_part(codes, fields, part, WIDTH, KIND)
-        sums = warpgroup_mma(decoded, columns, sums, use_acc=part % PARTS > 0, is_async=True)
-        if part % PARTS == PARTS - 1:
-            if part >= PARTS:
-                before = warpgroup_mma_wait(PARTS, deps=[before])
-                total = add_scaled(before, fields, total, part - PARTS, layout, WIDTH, KIND)
-            before = sums
-            sums = zeros
-    before = warpgroup_mma_wait(0, deps=[before])
-    return add_scaled(before, fields, total, COUNT - 1, layout, WIDTH, KIND)
-
-
-@gluon.jit
 def multiply_units(
     given, GROUP: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Multiply BM rows by the 64 weight rows of group GROUP, unit after unit.
 
-    given: as `left_large_m_kernel` has it. A unit is decoded while the products of the one before it run.
+    given: as `left_large_m_kernel` has it.
     """
     (
         weight_scale, out, words, above, shared_x, full, empty, first_row, tile, partial, rows, n, first,
         units, all_units,
     ) = given  # fmt: skip
-    COUNT: gl.constexpr = 128 // WIDTH
-    # Sums of one scale per unit are those of two halves of the rows, so that one is added while one runs.
-    HALVES: gl.constexpr = 2 if PARTS == COUNT and BM > 32 else 1
-    BH: gl.constexpr = BM // HALVES
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BH, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     own_tile = tile * GROUPS + GROUP
     row = weight_row(own_tile, n, gl.arange(0, 64, gl.SliceLayout(1, left)), 64, GATED)
     fields_at, step = fields_of(weight_scale, row, n, FIELDS, KIND)
     in_block = row % 16
     end = first + units
-    zeros = gl.zeros([64, BH], gl.float32, layout)
-    totals = (zeros, zeros) if HALVES == 2 else (zeros,)
     fields = load_fields(fields_at, in_block, step, first, end - 1, 1, FIELDS, KIND)
-    later = load_fields(fields_at, in_block, step, first + 1, end - 1, 1, FIELDS, KIND)
-    stage = first * 0
-    phase = first * 0
-    mbarrier.wait(full.index(stage), phase)
-    sums = ()
-    if PARTS == 0 or PARTS == COUNT:
-        parts = decode_unit(
-            words.index(GROUP), above.index(GROUP), fields, in_block, layout, WIDTH, FIELDS, KIND
-        )
-        for half in gl.static_range(HALVES):
-            own_x = shared_x.index(stage).slice(half * BH, BH, 0)
-            sums += (start_sum(parts, own_x, zeros, COUNT, True, WIDTH),)
-    for unit in range(1, units):
-        after = stage + 1
-        after_phase = phase
-        if after == STAGES:
-            after = 0
-            after_phase = phase ^ 1
-        last = load_fields(fields_at, in_block, step, first + unit + 1, end - 1, 1, FIELDS, KIND)
-        own_words = words.index(after * GROUPS + GROUP)
-        own_above = above.index(after * GROUPS + GROUP)
-        x = shared_x.index(after)
-        if PARTS == 0:
-            mbarrier.wait(full.index(after), after_phase)
-            parts = decode_unit(own_words, own_above, later, in_block, layout, WIDTH, FIELDS, KIND)
-            started = start_sum(parts, x, sums[0], COUNT, False, WIDTH)
-            sums = (warpgroup_mma_wait(COUNT, deps=[started]),)
-        elif PARTS == COUNT:
-            mbarrier.wait(full.index(after), after_phase)
-            parts = decode_unit(own_words, own_above, later, in_block, layout, WIDTH, FIELDS, KIND)
-            own = own_fields(fields, in_block, FIELDS, KIND)
-            grown = ()
-            started = ()
-            for half in gl.static_range(HALVES):
-                done = warpgroup_mma_wait(COUNT * (HALVES - 1), deps=[sums[half]])
-                grown += (add_scaled(done, own, totals[half], 0, layout, WIDTH, KIND),)
-                own_x = x.slice(half * BH, BH, 0)
-                started += (start_sum(parts, own_x, zeros, COUNT, True, WIDTH),)
-            totals = grown
-            sums = started
-        else:
-            total = add_unit(
-                words.index(stage * GROUPS + GROUP), above.index(stage * GROUPS + GROUP),
-                shared_x.index(stage), fields, in_block, totals[0], layout, WIDTH, FIELDS, KIND, PARTS,
-            )  # fmt: skip
-            totals = (total,)
-            mbarrier.wait(full.index(after), after_phase)
+    total = gl.zeros([64, BM], gl.float32, layout)
+    stage = 0
+    phase = 0
+    for unit in range(units):
+        next_fields = load_fields(fields_at, in_block, step, first + unit + 1, end - 1, 1, FIELDS, KIND)
+        mbarrier.wait(full.index(stage), phase)
+        own = words.index(stage * GROUPS + GROUP)
+        own_above = above.index(stage * GROUPS + GROUP)
+        x = shared_x.index(stage)
+        total = add_unit(own, own_above, x, fields, in_block, total, layout, WIDTH, FIELDS, KIND, PARTS)
         mbarrier.arrive(empty.index(stage), count=1)
-        stage = after
-        phase = after_phase
-        fields = later
-        later = last
-    for half in gl.static_range(HALVES):
-        total = totals[half]
-        if PARTS == 0:
-            total = warpgroup_mma_wait(0, deps=[sums[half]])
-        elif PARTS == COUNT:
-            done = warpgroup_mma_wait(COUNT * (HALVES - 1 - half), deps=[sums[half]])
-            own = own_fields(fields, in_block, FIELDS, KIND)
-            total = add_scaled(done, own, total, 0, layout, WIDTH, KIND)
-        else:
-            total = add_unit(
-                words.index(stage * GROUPS + GROUP), above.index(stage * GROUPS + GROUP),
-                shared_x.index(stage), fields, in_block, total, layout, WIDTH, FIELDS, KIND, PARTS,
-            )  # fmt: skip
-        total = finish(total, weight_scale, own_tile, n, all_units, layout, 64, FIELDS, KIND, GATED)
-        store_tile(total, out, own_tile, first_row + half * BH, partial, rows, n, layout, 64, BH, GATED)
+        stage = stage + 1
+        if stage == STAGES:
+            stage = 0
+            phase = phase ^ 1
+        fields = next_fields
+    total = finish(total, weight_scale, own_tile, n, all_units, layout, 64, FIELDS, KIND, GATED)
+    store_tile(total, out, own_tile, first_row, partial, rows, n, layout, 64, BM, GATED)
 
 
 # Triton would compile other kernels for a value of 1 and for multiples of 16.
@@ -282,7 +210,7 @@ def left_large_m_kernel(
     KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
     BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BM rows by a tile of 64 GROUPS weight rows, over one K split of `units` units.
+    """BM rows by a tile of 64 GROUPS weight rows, over one K split of `units` units; GROUPS: 2, 3 or 5.
 
     x: a descriptor of tiles [BM, 128] of the rows. all_units: units of a whole row. weight_scale: words of 32
     bits. KIND to PARTS: the weight's LeftForm. GATED: as `weight_row` has it.
@@ -311,16 +239,7 @@ def left_large_m_kernel(
     sources = (
         x, weight, words, above, shared_x, full, empty, first_row, tile, n, weight_stride, first, units
     )  # fmt: skip
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (multiply_units, (given, 0, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
-            ],
-            [4],
-            [40],
-        )
-    elif GROUPS == 2:
+    if GROUPS == 2:
         gl.warp_specialize(
             [
                 (multiply_units, (given, 0, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),

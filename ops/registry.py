@@ -34,7 +34,8 @@ class Launch:
     Each of its programs executes `gdc_wait()` on every path: kernels take the end of one kernel for the end
     of all earlier ones. Before the wait, a program touches nothing that another kernel writes or reads,
     except the operator's arguments `reads_early` and `stores_early`: their writers and readers must precede
-    the last fence before this kernel.
+    the last fence before this kernel. early_if: the argument of the operator that must be true for this; else
+    programs wait first.
 
     A fence is a kernel that is launched without `launch_pdl`, or one with `is_fence`, which waits before it
     executes `gdc_launch_dependents()`. A kernel after a fence starts only when everything before the fence
@@ -46,6 +47,7 @@ class Launch:
     reads_early: tuple[str, ...] = ()
     stores_early: tuple[str, ...] = ()
     is_fence: bool = False
+    early_if: str = ""
 
 
 class Operator(Generic[P, R]):

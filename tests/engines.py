@@ -84,7 +84,9 @@ def poison_new(step: Step, plan: StepPlan, is_shared: Callable[[int], bool] = la
             for layer in step.state_cache.layers:
                 for buffer in layer.buffers():
                     buffer[move.slot] = nan
-            step.slots.last_hidden[move.slot] = step.slots.deferred_hidden[move.slot] = nan
+            step.slots.last_hidden[move.slot] = nan
+            if step.mtp_step:
+                step.slots.deferred_hidden[move.slot] = nan
     # After a lost launch, a plan repeats which blocks are owned: these already hold keys.
     table, block_size = step.slots.block_table, step.kv_cache.block_size
     # Blocks before a prompt's resume point keep their contents, even if the cache evicts them in the same

@@ -433,7 +433,7 @@ class FakeRunner:
             self.verified[plan.step_id, row.seed] = (done, row.drafts[:most])
             self._read(row, row.pos)
             self._write(row, row.pos, row.pos + accepted + plan.shape.chain)
-            row.num_deferred += not plan.shape.chain and self.scheduler.limits.mtp_step > 0
+            row.num_deferred += not plan.shape.verify and self.scheduler.limits.mtp_step > 0
             counts.append(accepted)
         return self._emit(plan, counts)
 

@@ -21,9 +21,10 @@ from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.rows import PrefillRows, place_prompt_chunks
 from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
 from compiled_mtp.rounds.catch_up import catch_up as catch_up_step
+from compiled_mtp.rounds.drafters import choose_drafters
 from compiled_mtp.rounds.first_token import first_token
 from compiled_mtp.rounds.prefill import prefill as prefill_step
-from compiled_mtp.step import Step
+from compiled_mtp.step import SlotSizes, Step
 from compiled_mtp.step_output import StepOutput
 
 BLOCK_SIZE = 16
@@ -120,6 +121,8 @@ def build_step(
         draft = DraftModel(config, dtype, place)
         randomize(draft, 2)
     blocks_each = -(-max_model_len // BLOCK_SIZE)
+    drafters = choose_drafters(mtp_step, "auto" if has_text else "off")
+    sizes = SlotSizes(mtp_step, max_model_len, config.hidden_size, dtype)
     step = Step(
         target,
         draft,
@@ -128,20 +131,20 @@ def build_step(
         SlotState(
             max_batch + 2,
             mtp_step,
-            mtp_step,
             blocks_each,
             config.hidden_size,
             config.vocab_size,
             dtype,
             place,
             num_forced=max_model_len if has_forced_ids else 0,
-            text_length=max_model_len if has_text else 0,
+            rows=[row for drafter in drafters for row in drafter.rows(sizes)],
         ),
         rotary_table(config, max_model_len, place),
         mtp_step,
         config.vocab_size,
         max_model_len,
         synthetic_acceptance,
+        drafters=drafters,
     )
     if is_poisoned:
         poison(step)
@@ -153,8 +156,9 @@ def poison(step: Step) -> None:
     for module in (step.kv_cache, step.state_cache):
         for buffer in module.buffers():
             buffer.fill_(float("nan"))
-    for hidden in (step.slots.last_hidden, step.slots.deferred_hidden):
-        hidden.fill_(float("nan"))
+    step.slots.last_hidden.fill_(float("nan"))
+    if step.mtp_step:
+        step.slots.deferred_hidden.fill_(float("nan"))
     step.slots.drafts[1:] = 13
 
 

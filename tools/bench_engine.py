@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # Each is a module of engine_scenarios with `add_flags(parser)` and `run(flags)`. `run` returns the object to
 # print and raises AssertionError for wrong tokens.
 SCENARIOS = (
+    "conversation",
     "depth",
     "experts",
     "guided",

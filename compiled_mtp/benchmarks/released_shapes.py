@@ -130,6 +130,10 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
 
 def _fill_scales(scales: torch.Tensor, words: torch.Tensor) -> None:
     """Fill the scales of scaled codes with small numbers, whatever their kind."""
+    if scales.dim() == 4:
+        for one in zip(scales, words, strict=True):
+            _fill_scales(*one)
+        return
     if scales.dim() == 3 and scales.shape[2] == 2:
         # MXFP4: 2^-7.
         scales.fill_(0x7878)

@@ -53,8 +53,8 @@ def product_flops(runner: Runner, batch: int) -> dict[str, float]:
         layer = replace(config, num_layers=1, is_full_attention=(True,)).active_weights
         passes = rows + (mtp_step - 1) * batch
         add(layer + 2 * config.hidden_size**2, quantised(step.draft), passes)
-        num_ids = runner.spec.drafts.num_ids or step.target.num_head_rows
-        add(num_ids * config.hidden_size, 0, mtp_step * batch)
+        head = (runner.spec.drafts.num_ids or step.target.num_head_rows) * config.hidden_size
+        add(head, head if step.quantizes_draft_rows else 0, mtp_step * batch)
     return flops
 
 
@@ -105,7 +105,7 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
         chain = (mtp_step - 1) * layer_bytes(step.draft, batch, "mtp.")
         items["draft_layers"] = layer_bytes(step.draft, rows, "mtp.") + chain
         own = [part for part in (step.draft_head, step.draft_head_scale) if part is not None]
-        if has_own_drafts and step.has_own_head(batch):
+        if has_own_drafts and own:
             draft_head_bytes = sum(part.nbytes for part in own)
         else:
             num_rows = step.target.num_head_rows

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from compiled_mtp.cache.slot_sampling import MAX_BAD_WORDS, MAX_STOP_IDS
-from compiled_mtp.cache.slot_tensors import SlotTensor
+from compiled_mtp.cache.slot_tensors import SlotRow, SlotTensor
 from compiled_mtp.ops.features import RECENT_IDS
-from compiled_mtp.ops.find_drafts import FIRST_CHAIN_KEPT, FIRST_THRESHOLD
 
-# The rows' values at admission. Sampling parameters come with the admission itself; the other rows are
-# written before they are read.
+# The rows' values at admission, besides those of the drafters' rows. Sampling parameters come with the
+# admission itself; the other rows are written before they are read.
 _INITIAL = {
     "base": 0,
     "pos": 0,
     "last_token": 0,
     "drafts": 0,
-    "num_deferred": 0,
     "rotary_delta": 0,
     "forced_ids": -1,
-    "matched": 0,
-    "threshold": FIRST_THRESHOLD,
-    "chain_kept": FIRST_CHAIN_KEPT,
 }
-_LOOKUP = ("matched", "threshold", "chain_kept")
+# Rows of drafters that a step asks for: None without the drafter.
+_OPTIONAL = ("token_ids", "matched", "threshold", "chain_kept")
 
 
 def sampling_bytes(vocab_size: int, num_forced: int = 0) -> int:
@@ -40,17 +36,14 @@ def sampling_bytes(vocab_size: int, num_forced: int = 0) -> int:
 class SlotState(nn.Module):
     """Everything the next step needs of a request, indexed by slot; row 0 is the padding row and stays zero.
 
-    base, pos, last_token, seed [slots] int64; drafts [slots, max(max_drafts, 1)] int64; block_table
-    [slots, blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next
-    prefill chunk. Deferred draft inputs, in rings by position mod mtp_step + 1: deferred_ids [slots,
-    mtp_step + 1] int64 and deferred_hidden [slots, mtp_step + 1, hidden] hold (token j, hidden j - 1) for the
-    last num_deferred [slots] int64 positions up to pos. The sampling tables are those of `SamplingTables`,
-    written by `write_sampling`. A request whose features need them counts its emitted tokens in
-    output_counts [slots, vocab_size] and keeps the last ones in recent_ids [slots, RECENT_IDS].
-    rotary_delta [slots] int64: as in `Admit`.
-    forced_ids [slots, num_forced] int32, None for num_forced 0: the ids that are committed in the place of
-    samples, by position; -1 for none. For lookup, None for text_length 0: token_ids [slots, text_length]
-    int32, the ids of prompt and output by position, and the fields of `LookupState`.
+    base, pos, last_token, seed [slots] int64; drafts [slots, max(max_drafts, 1)] int64; block_table [slots,
+    blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next prefill
+    chunk. The sampling tables are those of `SamplingTables`, written by `write_sampling`. A request whose
+    features need them counts its emitted tokens in output_counts [slots, vocab_size] and keeps the last ones
+    in recent_ids [slots, RECENT_IDS]. rotary_delta [slots] int64: as in `Admit`. forced_ids [slots,
+    num_forced] int32, None for num_forced 0: the ids that are committed in the place of samples, by position;
+    -1 for none. `rows`: what the drafters keep (rounds.drafters); of the other names below, those of lookup
+    are None and those of the chain are missing.
     """
 
     base: torch.Tensor
@@ -90,27 +83,25 @@ class SlotState(nn.Module):
         self,
         slots: int,
         max_drafts: int,
-        mtp_step: int,
         max_blocks: int,
         hidden_size: int,
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
         num_forced: int = 0,
-        text_length: int = 0,
+        rows: Sequence[SlotRow] = (),
     ) -> None:
         super().__init__()
+        self._initial = _INITIAL | {row.name: row.initial for row in rows if row.initial is not None}
 
         def buffer(name: str, shape: tuple[int, ...], kind: torch.dtype, value: float = 0) -> None:
             self.register_buffer(name, torch.full(shape, value, dtype=kind, device=device))
 
-        for name in ("base", "pos", "last_token", "seed", "min_position", "num_deferred", "rotary_delta"):
+        for name in ("base", "pos", "last_token", "seed", "min_position", "rotary_delta"):
             buffer(name, (slots,), torch.int64)
         buffer("drafts", (slots, max(max_drafts, 1)), torch.int64)
         buffer("block_table", (slots, max_blocks), torch.int32, -1)
         buffer("last_hidden", (slots, hidden_size), dtype)
-        buffer("deferred_ids", (slots, mtp_step + 1), torch.int64)
-        buffer("deferred_hidden", (slots, mtp_step + 1, hidden_size), dtype)
         buffer("top_k", (slots,), torch.int32)
         for name in ("temperature", "min_p", "presence_penalty", "frequency_penalty"):
             buffer(name, (slots,), torch.float32)
@@ -128,15 +119,10 @@ class SlotState(nn.Module):
             buffer("forced_ids", (slots, num_forced), torch.int32, -1)
         else:
             self.register_buffer("forced_ids", None)
-        if text_length:
-            buffer("token_ids", (slots, text_length), torch.int32)
-        else:
-            self.register_buffer("token_ids", None)
-        for name in _LOOKUP:
-            if text_length:
-                buffer(name, (slots,), torch.int32, _INITIAL[name])
-            else:
-                self.register_buffer(name, None)
+        for name in _OPTIONAL:
+            self.register_buffer(name, None)
+        for row in rows:
+            buffer(row.name, (slots, *row.shape), row.dtype, row.initial or 0)
 
     def slot_tensors(self) -> Iterator[SlotTensor]:
         """Yield what is admitted and moved with a request: all tensors but the block table, which plans
@@ -145,7 +131,7 @@ class SlotState(nn.Module):
         slots = self.pos.shape[0]
         for name, tensor in self.named_buffers():
             if name != "block_table" and tensor.shape[0] == slots:
-                yield SlotTensor(name, tensor, _INITIAL.get(name), is_in_snapshot=name == "last_hidden")
+                yield SlotTensor(name, tensor, self._initial.get(name), is_in_snapshot=name == "last_hidden")
 
     def clear_padding_row(self) -> None:
         """Zero row 0, which every padding request reads; warm-up writes to it."""

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class SlotRow(NamedTuple):
+    """One slot's part of a per-slot tensor: the row's shape and dtype, and `initial` as in `SlotTensor`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    initial: float | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,8 @@ Verification does not write a state per row of the window. The state is valid fo
 indexed by absolute position mod `ring_length` hold the entries of later tokens (k after l2norm,
 u = beta (v - read), exp(g)) and the raw inputs of the convolution. The next verification folds [base, pos)
 into the state, so a rejection only changes an integer: rejected entries are overwritten. A request has one
-state, however many drafts a round verifies; only its rings grow with that number. A round on a
-GPU stores a folded state only if the ring has no room for the next window (`max_unfolded`), and base stays
-where it is otherwise.
+state, however many drafts a round verifies; only its rings grow with that number. A round on a GPU stores a
+folded state only if the ring has no room for the next window (`max_unfolded`); else base stays where it is.
 """
 
 from __future__ import annotations

@@ -72,9 +72,10 @@ def make_parser() -> Parser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described = "a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B; default: the one that ships"
-    default = str(EngineConfig.model_fields["model"].default)
-    parser.add_argument("checkpoint", nargs="?", default=default, help=described)
+    described = (
+        "a directory, a GGUF file, or one of the Hub such as Qwen/Qwen3.5-4B; default: the one that ships"
+    )
+    parser.add_argument("checkpoint", nargs="?", help=described)
     parser.add_argument(
         "--memory-gib",
         type=_gib,
@@ -111,7 +112,8 @@ _gib.__name__, _capability.__name__ = "GiB", "compute capability"
 def _inspect(flags: dict[str, Any]) -> int:
     stdout = check_stdout()
     gpu = _asked_gpu(flags)
-    config = EngineConfig(**given(flags, EngineConfig, skip=_SKIPPED), model=flags["checkpoint"])
+    checkpoint = {} if flags["checkpoint"] is None else {"model": flags["checkpoint"]}
+    config = EngineConfig(**given(flags, EngineConfig, skip=_SKIPPED), **checkpoint)
     path = find_checkpoint(config.model, is_offline=config.offline)
     model = read_model_config(path, max_pixels=config.vision_pixels)
     weights = read_stored(path)

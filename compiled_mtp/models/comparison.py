@@ -150,6 +150,8 @@ def check_parameters(
 
 def _codes_of(words: torch.Tensor, form: WeightFormat) -> torch.Tensor:
     """A meta tensor with the shape of the codes in `words`."""
+    if form.parts and words.dim() == 3:
+        return torch.empty((*words.shape[:-1], form.parts[0].kind.columns(words.shape[-1])), device="meta")
     if form.parts:
         rows = sum(part.rows for part in form.parts)
         per_unit = sum(part.rows * part.kind.words for part in form.parts)

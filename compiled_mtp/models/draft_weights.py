@@ -14,9 +14,9 @@ import torch
 from compiled_mtp.errors import check
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.mtp import DraftModel
-from compiled_mtp.models.weight_format import FP8, PLAIN, Formats
+from compiled_mtp.models.weight_format import FP8, PLAIN, W8A8, Formats, resolve_recipe
 from compiled_mtp.ops.device import memory_of
-from compiled_mtp.ops.fp8 import quantize_weight, scale_shape
+from compiled_mtp.ops.fp8 import FP8_BLOCK, quantize_weight, scale_shape
 
 # Of a GPU's memory, the most that "auto" takes for an FP8 copy of the whole head.
 _HEAD_SHARE = 1 / 32
@@ -25,12 +25,13 @@ _HEAD_SHARE = 1 / 32
 class DraftHead(NamedTuple):
     """weight [n, H] of the target's dtype, or FP8 with scale [ceil(n/128), ceil(H/128)]; None: the target's.
 
-    ids [n] int64: those of the rows; None for 0, 1, ...
+    ids [n] int64: those of the rows; None for 0, 1, ... quantizes_rows: hidden states are multiplied in e4m3.
     """
 
     weight: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     ids: torch.Tensor | None = None
+    quantizes_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,16 @@ class DraftPlan:
     has_fp8_head: drafts read a copy of these rows, rounded to FP8. has_fp8_linears: the MTP layer's linears
     are replaced by theirs, except those that the checkpoint stores in a format of its own.
     is_multiplied_out: no product of the device reads FP8, so the rounded values keep the weights' dtype.
+    quantizes_rows: products of FP8 weights quantise their rows, if these are whole groups of 128 columns on
+    each of `world` ranks.
     """
 
     ids: tuple[int, ...] | None = None
     has_fp8_head: bool = False
     has_fp8_linears: bool = False
     is_multiplied_out: bool = False
+    quantizes_rows: bool = False
+    world: int = 1
 
     @property
     def num_ids(self) -> int | None:
@@ -63,7 +68,9 @@ class DraftPlan:
         if self.ids is not None:
             ids = torch.tensor(self.ids, dtype=torch.int64, device=device)
         if self.has_fp8_head:
-            return DraftHead(*self._rounded(take_rows(ids)), ids)
+            weight, scale = self._rounded(take_rows(ids))
+            is_quantised = self.quantizes_rows and scale is not None and weight.shape[1] % FP8_BLOCK == 0
+            return DraftHead(weight, scale, ids, is_quantised)
         return DraftHead() if ids is None else DraftHead(take_rows(ids), None, ids)
 
     def head_bytes(self, num_rows: int, width: int, itemsize: int) -> int:
@@ -78,7 +85,13 @@ class DraftPlan:
         """`formats`, and FP8 for the MTP layer's linears that become FP8 in memory."""
         if not self.has_fp8_linears or self.is_multiplied_out:
             return formats
-        return {**dict.fromkeys(_linears(model), FP8), **formats}
+        widths, form = _linears(model), W8A8 if self.quantizes_rows else FP8
+        narrow = {name for name, width in widths.items() if width % (FP8_BLOCK * self.world)}
+        if model.is_moe and any(".ffn." in name for name in narrow):
+            # One operator reads a mixture's two stacks.
+            narrow |= {name for name in widths if ".ffn." in name}
+        linears = {name: FP8 if name in narrow else form for name in widths}
+        return {**linears, **formats}
 
     @torch.no_grad()
     def quantize(
@@ -143,8 +156,8 @@ def plan_drafts(
 
     "auto" is FP8 for bfloat16 models on a GPU that converts it; a copy of the whole head also has to fit a
     32nd of the memory, free or not, that the process may take of the GPU, so that every start decides alike.
-    A head that is stored in fewer bits than bfloat16 is read as it is. Raises ValueError for FP8 on a GPU
-    that cannot convert it.
+    A head that is stored in fewer bits than bfloat16 is read as it is. Rows are quantised where those of FP8
+    releases are. Raises ValueError for FP8 on a GPU that cannot convert it.
     """
     if asked == "weights" or (asked == "auto" and dtype != torch.bfloat16):
         return DraftPlan(ids)
@@ -155,8 +168,14 @@ def plan_drafts(
     can_have = is_read or device.type == "cpu"
     check(can_have, "draft_dtype", "be auto or weights on this GPU", asked, remedy)
     has_head = not formats.get(_head(model), PLAIN).has_factors
-    has_linears = any(name not in formats for name in _linears(model))
-    plan = DraftPlan(ids, has_head, has_fp8_linears=has_linears, is_multiplied_out=not is_read)
+    plan = DraftPlan(
+        ids,
+        has_head,
+        has_fp8_linears=any(name not in formats for name in _linears(model)),
+        is_multiplied_out=not is_read,
+        quantizes_rows=resolve_recipe("auto", has_fp8=True, device=device) == "w8a8",
+        world=world,
+    )
     # Without FP8 the rows of draft_vocab are a copy too, twice as large.
     if asked == "auto" and has_head and ids is None:
         most = memory_of(device) * _HEAD_SHARE
@@ -169,11 +188,18 @@ def _head(model: ModelConfig) -> str:
     return "embed.weight" if model.tie_word_embeddings else "lm_head.weight"
 
 
-def _linears(model: ModelConfig) -> list[str]:
-    """The weights of the draft model that FP8 products read: all but the router's."""
-    ffn = [f"layer.ffn.{name}{'' if model.is_moe else '.weight'}" for name in ("gate_up", "down")]
-    names = ["fc.weight", "layer.mixer.qkv.weight", "layer.mixer.o_proj.weight", *ffn]
-    return [f"mtp.{name}" for name in names]
+def _linears(model: ModelConfig) -> dict[str, int]:
+    """The weights of the draft model that FP8 products read, all but the router's, and their columns."""
+    hidden, ending = model.hidden_size, "" if model.is_moe else ".weight"
+    return {
+        "mtp.fc.weight": 2 * hidden,
+        "mtp.layer.mixer.qkv.weight": hidden,
+        "mtp.layer.mixer.o_proj.weight": model.num_q_heads * model.head_dim,
+        f"mtp.layer.ffn.gate_up{ending}": hidden,
+        f"mtp.layer.ffn.down{ending}": model.moe_intermediate_size
+        if model.is_moe
+        else model.intermediate_size,
+    }
 
 
 def _matrices(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:

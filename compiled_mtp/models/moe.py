@@ -13,6 +13,7 @@ from compiled_mtp.models.weight_format import ParameterFactory
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.moe_experts import (
     moe_experts,
+    moe_experts_blocks,
     moe_experts_w4a16,
     moe_experts_w8a8,
     moe_hidden,
@@ -40,10 +41,10 @@ class MoE(nn.Module):
     """sum over the top-k experts of p_e down_e(silu(gate_e x) * up_e x), plus the gated shared expert.
 
     The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format, apart
-    from the groups of four-bit codes. If it has factors, `gate_up_scale` and `down_scale` hold those of each
-    expert, else they are None. If the stacks are codes and the shared expert is stored otherwise, they have E
-    experts, and `shared_gate_up` [2 * width, hidden] and `shared_down` [hidden, width] hold it; else these
-    are None.
+    from the groups of four-bit codes and the kinds of scaled codes. If it has factors, `gate_up_scale` and
+    `down_scale` hold those of each expert, else they are None. If the stacks are codes and the shared expert
+    is stored otherwise, or they are scaled codes, they have E experts, and `shared_gate_up` [2 * width,
+    hidden] and `shared_down` [hidden, width] hold it; else these are None.
 
     record [blocks, block_size * top_k] int16: where `forward` records the experts of its rows; None for no
     record.
@@ -81,6 +82,9 @@ class MoE(nn.Module):
         self.register_parameter("shared_down", make.empty(hidden, width) if has_shared else None)
         self.quantizes_rows = make.format_of("gate_up").quantizes_rows
         self.has_codes = make.format_of("gate_up").group > 0
+        forms = [make.format_of(name) for name in ("gate_up", "down")]
+        # Of scaled codes the kinds of both stacks, else None.
+        self.kinds = (forms[0].parts[0].name, forms[1].parts[0].name) if forms[0].parts else None
         some_rows = (experts, hidden // world, width * world)
         make.add_weight(self, "down", *(some_rows if self.quantizes_rows else (experts, hidden, width)))
         keeps_prompt_rows = communicator is not None and communicator.keeps_prompt_rows
@@ -105,16 +109,20 @@ class MoE(nn.Module):
         if communicator is not None and (self.quantizes_rows or (is_prefill and self.has_prompt_rows)):
             return communicator.gather_columns(self._some_sums(x, weights, ids, communicator))
         x, how = plain(x), (is_prefill, self.whole_width)
-        if self.has_codes:
-            shared = (self.shared_gate_up, self.shared_down)
-            y = moe_experts_w4a16(x, weights, ids, *self.codes, *shared, *how)
+        gate_up, down = self.shared_gate_up, self.shared_down
+        if self.kinds is not None:
+            assert gate_up is not None
+            assert down is not None
+            y = moe_experts_blocks(x, weights, ids, *self.codes, gate_up, down, *self.kinds, is_prefill)
+        elif self.has_codes:
+            y = moe_experts_w4a16(x, weights, ids, *self.codes, gate_up, down, *how)
         else:
             y = moe_experts(x, weights, ids, *stacks, *scales, *how)
         return y if communicator is None else communicator.gather_partials(y[None], x.dtype)
 
     @property
     def codes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The words of four-bit experts and their groups: gate|up, down, and the groups of both."""
+        """The words and the scales of packed experts: gate|up, down, and the scales of both."""
         gate_up_scale, down_scale = self.gate_up_scale, self.down_scale
         assert gate_up_scale is not None
         assert down_scale is not None

@@ -158,24 +158,19 @@ class TargetModel(nn.Module):
         rows = [values_of_rows(*self.lm_head.codes, some) for some in ids.split(_ROWS_AT_ONCE)]
         return torch.cat([some.to(self.norm.weight.dtype) for some in rows])
 
-    def logits(
-        self, hidden: torch.Tensor, head: torch.Tensor | None = None, scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """float32 logits [M, vocab_size] of hidden states [M, hidden_size], also of prompts: M is small.
-
-        head, scale: an output head in another format, divided among ranks as `head_weight` is.
-        """
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [M, vocab_size] of hidden states [M, hidden_size], also of prompts: M is small."""
         codes = self.head_codes
-        if head is None and codes is not None:
+        if codes is not None:
             return linear_blocks(hidden, *codes, True)
-        if head is None and self.is_head_packed:
+        if self.is_head_packed:
             logits = linear_w4a16(hidden, *self.lm_head.codes, True)
             return logits if self.communicator is None else self.communicator.gather_columns(logits)
-        head, communicator = self.head_weight if head is None else head, self.communicator
+        head, communicator = self.head_weight, self.communicator
         if communicator is None:
-            return linear(hidden, head, scale, True)
+            return linear(hidden, head, None, True)
         return communicator.gather_columns(
-            linear(hidden, head, scale, True, False, len(head) * communicator.world)
+            linear(hidden, head, None, True, False, len(head) * communicator.world)
         )
 
     def forward(

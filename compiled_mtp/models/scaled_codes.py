@@ -16,7 +16,14 @@ from compiled_mtp.models.formats.fp4 import MXFP4, NVFP4
 from compiled_mtp.models.layout import Layout, WeightShard
 from compiled_mtp.models.stored import EMBEDDING, HEAD
 from compiled_mtp.models.stored_weight import StoredWeight
-from compiled_mtp.models.weight_format import CodedRows, Formats, WeightFormat, coded_part, scaled_codes
+from compiled_mtp.models.weight_format import (
+    PLAIN,
+    CodedRows,
+    Formats,
+    WeightFormat,
+    coded_part,
+    scaled_codes,
+)
 from compiled_mtp.ops import blocks
 
 # Codes that are packed at a time; each takes a few integers.
@@ -40,14 +47,41 @@ def has_scaled_codes(weights: Mapping[str, StoredWeight]) -> bool:
 def scaled_code_formats(layout: Layout, weights: Mapping[str, StoredWeight], device: torch.device) -> Formats:
     """The formats of the parameters that stay scaled codes on `device`.
 
-    These are weights of products, embeddings and heads all of whose stored tensors have such codes. `layout`
-    must be made for formats in which every in_proj keeps its codes.
+    These are weights of products, embeddings and heads all of whose stored tensors have such codes. A mixture
+    keeps both stacks or neither, if all experts have the same kinds; its shared expert is then apart, and
+    plain. `layout` must be made for `codes_apart`.
     """
     return _formats_of(layout, lambda name: kind_of(weights.get(name)), device)
 
 
+def _expert_formats(
+    layout: Layout, kind_of: Callable[[str], str | None], device: torch.device
+) -> dict[str, WeightFormat]:
+    """The formats of mixtures' stacks that stay packed, and of the shared experts, which are then apart."""
+    kinds: dict[str, set[str | None]] = {}
+    rows: dict[str, int] = {}
+    for name, stored in layout.items():
+        for piece in stored.pieces:
+            if piece.expert is not None:
+                is_whole = piece.start % blocks.ROWS == piece.rows % blocks.ROWS == 0
+                kind = kind_of(name) if is_whole else None
+                kinds.setdefault(piece.parameter, set()).add(kind)
+                rows[piece.parameter] = max(rows.get(piece.parameter, 0), piece.start + piece.rows)
+    formats: dict[str, WeightFormat] = {}
+    for gate_up in [name for name in kinds if name.endswith(".gate_up")]:
+        prefix = gate_up.removesuffix("gate_up")
+        stacks = {name: kinds[name] for name in (gate_up, f"{prefix}down")}
+        if any(len(found) > 1 or None in found for found in stacks.values()):
+            continue
+        kept = {name: scaled_codes([CodedRows(rows[name], str(*found))]) for name, found in stacks.items()}
+        if all(form.is_read_on(device) for form in kept.values()):
+            formats |= kept
+            formats |= dict.fromkeys((f"{prefix}shared_gate_up", f"{prefix}shared_down"), PLAIN)
+    return formats
+
+
 def made_up_coded_formats(layout: Layout, kind: str, num_layers: int, device: torch.device) -> Formats:
-    """The formats of a model in scaled codes that is filled without a checkpoint.
+    """The formats of a model in scaled codes that is filled without a checkpoint; `layout` as above.
 
     kind: one of ops.blocks.KINDS, or Q4_K_M, whose types llama.cpp chooses by tensor and layer.
     """
@@ -97,7 +131,7 @@ def _formats_of(layout: Layout, kind_of: Callable[[str], str | None], device: to
         form = scaled_codes(parts)
         if form.parameters.search(parameter) and form.is_read_on(device):
             found[parameter] = form
-    return found
+    return found | _expert_formats(layout, kind_of, device)
 
 
 def fill_scaled_codes(
@@ -109,6 +143,8 @@ def fill_scaled_codes(
     finite, and whether a product can read them.
     """
     assert isinstance(weight, (StoredTensor, NVFP4, MXFP4))
+    if piece.expert is not None:
+        words, scales = words[piece.expert], scales[piece.expert]
     rows, columns = piece.region(weight.shape)
     first, part = form.part_at(piece.start)
     own_words, own_scales = coded_part(form, words, scales, first, columns.stop - columns.start)

@@ -52,12 +52,12 @@ class WeightFormat:
     columns, that share a factor in the checkpoint. group: columns that share a scale and a zero point in
     four-bit codes, as ops.int4 packs them; 0 for other weights. parts: the consecutive parts of the rows of a
     weight of scaled codes, as ops.blocks packs them; empty for other weights. Of several parts, words lie one
-    after another in one dimension, and so do scales. scale_dtype: of factors or scales.
-    quantizes_rows: products take their rows in e4m3, with a factor per 128 columns. header_dtype: the dtype's
-    name in a file's header. scale_suffix: the suffix that a checkpoint adds to a weight's name for its
-    factors. values(weight [N, K], scale) returns the weight's float32 values [N, K]. parameters: matches the
-    names of the parameters whose operators take the format. is_read_on(device): whether the operators read
-    the format on that device without multiplying it out.
+    after another in one dimension, and so do scales. Each expert of a stack has one part. scale_dtype: of
+    factors or scales. quantizes_rows: products take their rows in e4m3, with a factor per 128 columns.
+    header_dtype: the dtype's name in a file's header. scale_suffix: the suffix that a checkpoint adds to a
+    weight's name for its factors. values(weight [N, K], scale) returns the weight's float32 values [N, K].
+    parameters: matches the names of the parameters whose operators take the format. is_read_on(device):
+    whether the operators read the format on that device without multiplying it out.
     """
 
     name: str
@@ -104,15 +104,17 @@ class WeightFormat:
         """The shape of the parameter of a weight [..., N, K]."""
         if self.parts:
             words = [(part.rows, shape[-1] // blocks.UNIT * part.kind.words) for part in self.parts]
-            return words[0] if len(words) == 1 else (sum(rows * width for rows, width in words),)
+            if len(words) == 1:
+                return (*shape[:-2], *words[0])
+            return (sum(rows * width for rows, width in words),)
         return (*shape[:-1], shape[-1] // 4) if self.group else shape
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the factors of a weight [..., N, K]: [..., ceil(N / block), ceil(K / block)], or
-        [..., K / group, N, 2] of four-bit codes, or [units, N, S] of scaled codes."""
+        [..., K / group, N, 2] of four-bit codes, or [..., units, N, S] of scaled codes."""
         if self.parts:
             sizes = [(p.kind.units(shape[-1]), p.rows, p.kind.fields) for p in self.parts]
-            return sizes[0] if len(sizes) == 1 else (sum(math.prod(size) for size in sizes),)
+            return (*shape[:-2], *sizes[0]) if len(sizes) == 1 else (sum(map(math.prod, sizes)),)
         if self.group:
             return (*shape[:-2], shape[-1] // self.group, shape[-2], 2)
         return (*shape[:-2], *(-(-size // self.block) for size in shape[-2:]))
@@ -170,7 +172,7 @@ def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
     )
 
 
-_CODED = re.compile(rf"{_DENSE.pattern}|^(embed|lm_head|mtp\.fc)\.weight$")
+_CODED = re.compile(rf"{_DENSE.pattern}|\.ffn\.(gate_up|down)$|^(embed|lm_head|mtp\.fc)\.weight$")
 
 
 def scaled_codes(parts: Sequence[CodedRows]) -> WeightFormat:

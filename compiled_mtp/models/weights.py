@@ -92,6 +92,11 @@ def read_formats(
     formats: Formats = NO_FORMATS
     if config.quantized:
         formats = formats_for(recipe, kept_columns(layout, FP8, is_stored), device)
+    if may_have_codes and path is None:
+        return {**formats, **made_up_formats(layout, config.four_bit_group, device)}
+    if not may_have_codes and not may_have_blocks:
+        return formats
+    layout = FAMILIES[config.family].layout(config, headers, codes_apart(config))
     if may_have_blocks and path is None:
         kind = config.scaled_codes
         return {**formats, **made_up_coded_formats(layout, kind, config.num_layers, device)}
@@ -99,9 +104,6 @@ def read_formats(
         formats = {**formats, **scaled_code_formats(layout, headers, device)}
     if not may_have_codes:
         return formats
-    if path is None:
-        return {**formats, **made_up_formats(layout, config.four_bit_group, device)}
-    layout = FAMILIES[config.family].layout(config, headers, codes_apart(config))
     return {**formats, **four_bit_formats(layout, headers, device)}
 
 

@@ -14,8 +14,6 @@ def catch_up(step: Step, state_index: torch.Tensor) -> None:
 
     state_index [B] int32, 0 for padding. Mutates the draft's KV and the slots' num_deferred, which become 0.
     """
-    assert step.draft is not None
-    assert step.kv_cache.draft is not None
     slots, index = step.slots, state_index.to(torch.int64)
     pos, table = slots.pos[index], slots.block_table[index]
     # One ring entry per position pos - num_deferred + 1 .. pos; rows past these write nothing.
@@ -38,13 +36,5 @@ def catch_up(step: Step, state_index: torch.Tensor) -> None:
         start=pos,
         base=pos,
     )
-    embeddings, ids = step.target.embed.table_for(slots.deferred_ids[entries])
-    step.draft.write_keys(
-        embeddings,
-        ids,
-        slots.deferred_hidden[entries],
-        rows,
-        step.kv_cache.draft,
-        step.cos_sin,
-    )
+    step.write_draft_keys(slots.deferred_ids[entries], slots.deferred_hidden[entries], rows)
     slots.num_deferred[index] = torch.zeros_like(pos)

@@ -8,7 +8,7 @@ from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.features import ALL_MASKED, DRAWN, RECENT_IDS
 from compiled_mtp.ops.window import committed_ids, place_chain, place_rows
 from compiled_mtp.rounds.logprobs import filtered_logits
-from compiled_mtp.step import Step
+from compiled_mtp.step import DraftInputs, DraftRows, Step
 from compiled_mtp.step_output import StepOutput
 
 
@@ -88,7 +88,6 @@ def conclude_first(
     left = step.leave_nothing(state_index, num_drafts if is_given else 0)
     if step.draft is not None and not is_given:
         rows = rows_at(step, state_index, index, start=positions, count=1, base=positions)
-        drafted = step.draft_forward(token, hidden, rows)
         chain = place_chain(
             positions,
             mtp_step=num_drafts,
@@ -96,8 +95,8 @@ def conclude_first(
             block_table=rows.block_table,
             block_size=step.kv_cache.block_size,
         )
-        drafts = step.draft_chain(drafted, token, rows, *chain, num_drafts=num_drafts)
-        left = step.leave_drafts(state_index, drafts)
+        draft_rows = DraftRows(token, hidden, rows, None, *chain)
+        left = step.leave_drafts(DraftInputs(state_index, token, num_drafts, None, draft_rows))
     num_new = is_live.to(torch.int64)
     num_finite = torch.where(outcome == ALL_MASKED, -1, (outcome == DRAWN).to(torch.int64)) * num_new
     return StepOutput(num_new, num_finite, token[:, None], left.ids, left.matches).pack()

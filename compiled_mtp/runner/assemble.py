@@ -18,7 +18,6 @@ from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
 from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, check_key, load, read_key
-from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
@@ -33,7 +32,7 @@ from compiled_mtp.models.weight_format import Formats, describe_recipe
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.device_memory import free_device_bytes
-from compiled_mtp.runner.forecast import buckets_of, draft_head_bytes, free_beside, size_caches
+from compiled_mtp.runner.forecast import Buckets, buckets_of, draft_head_bytes, free_beside, size_caches
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch
 from compiled_mtp.runner.programs import Programs
@@ -54,9 +53,10 @@ Fill: TypeAlias = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Parts(NamedTuple):
-    """What a runner runs on, ready to use; later: loads the programs of further depths, encoder: runs the
-    vision tower, each None for none."""
+    """What a runner runs on, ready to use; spec: that of `build` once the number of slots is known; later:
+    loads the programs of further depths, encoder: runs the vision tower, each None for none."""
 
+    spec: EngineSpec
     memory: MemoryPlan
     step: Step
     programs: Programs
@@ -102,6 +102,7 @@ def build(
         loaded = models if encoder is None else [*models, encoder.tower]
         free_bytes = min(free_bytes, free_beside(loaded, before_bytes))
     max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
+    spec = spec.for_batch(max_batch)
     buckets, head_rows = make_buckets(spec, target, max_batch), target.num_head_rows
     if memory is None:
         sizes = {"free_bytes": free_bytes, "host_bytes": _host_bytes(spec)}
@@ -113,7 +114,7 @@ def build(
     graph_mode = choose_graph_mode(spec, weight_bytes[0])
     saved = None
     if spec.cache is not None:
-        check_key(spec.cache, key | late_key(spec, buckets, memory, graph_mode))
+        check_key(spec.cache, key | late_key(spec, buckets.every, memory, graph_mode))
         directory = spec.own_folder(load(spec.cache) / PROGRAMS_NAME)
         # A cache for CUDA-graph trees has no programs: the trees compile from the compiler's own caches.
         saved = directory if directory.is_dir() else None
@@ -125,13 +126,13 @@ def build(
     if not spec.has_shapes:
         for model in models:
             reach_directly(model)
-    return Parts(memory, step, programs, moves, later, encoder)
+    return Parts(spec, memory, step, programs, moves, later, encoder)
 
 
 def _make_programs(
     spec: EngineSpec,
     step: Step,
-    buckets: Sequence[Bucket],
+    buckets: Buckets,
     encoder: Encoder | None,
     graph_mode: GraphMode | None,
     saved: Path | None,
@@ -143,9 +144,9 @@ def _make_programs(
     further = () if save_to is not None else spec.further_depths
     programs = Programs(
         step,
-        buckets,
+        buckets.drawn,
         spec.prefill_chunk,
-        given_shapes=spec.given_shapes,
+        given_buckets=buckets.given,
         is_compiled=spec.is_compiled,
         graph_mode=graph_mode,
         plain_depths=() if saved is not None else further,
@@ -286,13 +287,12 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
     slot_state = SlotState(
         slots,
         spec.max_drafts,
-        spec.mtp_step,
         -(-memory.max_model_len // block_size),
         model.hidden_size,
         model.vocab_size,
         spec.dtype,
         device,
-        text_length=memory.max_model_len if spec.has_lookup else 0,
+        rows=spec.draft_rows(memory.max_model_len),
         num_forced=memory.max_model_len if config.scoring else 0,
     )
     return Step(
@@ -307,11 +307,12 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         memory.max_model_len,
         config.synthetic_acceptance,
         draft_head,
+        drafters=spec.drafters,
         has_images=spec.model.vision is not None,
     )
 
 
-def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> tuple[Bucket, ...]:
+def make_buckets(spec: EngineSpec, target: TargetModel, max_batch: int) -> Buckets:
     """The decode shapes at whose batch sizes a row's bits do not depend on the others."""
     return buckets_of(spec, _row_unit(spec, target, max_batch), max_batch)
 
@@ -325,7 +326,7 @@ def _row_unit(spec: EngineSpec, target: TargetModel, max_batch: int) -> int:
         return 1
     units = (1, 2, 4, 8)
     each = [buckets_of(spec, unit, max_batch) for unit in units]
-    row_counts = sorted({bucket.rows for buckets in each for bucket in buckets})
+    row_counts = sorted({bucket.rows for buckets in each for bucket in buckets.every})
     weights = [*weights_of(target.modules()), *k_splits_of(target.modules())]
     if not target.is_head_packed:
         weights.append(target.head_weight)

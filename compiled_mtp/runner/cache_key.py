@@ -40,10 +40,10 @@ def early_key(spec: EngineSpec) -> dict[str, Any]:
 def late_key(
     spec: EngineSpec, buckets: Iterable[Bucket], memory: MemoryPlan, graph_mode: GraphMode | None
 ) -> dict[str, Any]:
-    """The part of the key that follows from the weights: batches, number of blocks, graph mode."""
+    """The part of the key that follows from the weights: batches, wide rounds, blocks, graph mode."""
     sizes = [bucket.groups for bucket in buckets]
     key: dict[str, Any] = {"max_batch": memory.max_batch, "batch_sizes": sizes}
-    key["num_blocks"] = memory.num_blocks
+    key |= {"num_blocks": memory.num_blocks, "wide_shapes": spec.wide_shapes}
     return key | ({"graph_mode": graph_mode} if spec.device.type == "cuda" else {})
 
 

@@ -6,7 +6,8 @@ An engine and `compiled-mtp inspect` ask the same functions, one before and one 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,12 +26,25 @@ _LARGE_BYTES, _SEGMENT_BYTES = 10 << 20, 20 << 20
 _LEFT_BYTES = 64 << 20
 
 
-def buckets_of(spec: EngineSpec, unit: int, max_batch: int) -> tuple[Bucket, ...]:
+class Buckets(NamedTuple):
+    """The decode shapes of rounds that draw tokens, and of rounds whose tokens are all given."""
+
+    drawn: tuple[Bucket, ...]
+    given: tuple[Bucket, ...]
+
+    @property
+    def every(self) -> tuple[Bucket, ...]:
+        """Both, without duplicates: a wide round without a chain has the shape of some rounds of given
+        tokens."""
+        return tuple(dict.fromkeys((*self.drawn, *self.given)))
+
+
+def buckets_of(spec: EngineSpec, unit: int, max_batch: int) -> Buckets:
     """The decode shapes; unit: the rows at whose multiples a row's bits do not depend on the others."""
-    buckets = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
-    # Rounds whose tokens are all given.
+    drawn = ladders(unit, spec.shapes, max_batch, spec.config.batch_sizes)
+    drawn += ladders(unit, spec.wide_shapes, WIDE_REQUESTS)
     given = [ladder(unit, shape, spec.given_requests(shape, max_batch)) for shape in spec.given_shapes]
-    return buckets + ladders(unit, spec.wide_shapes, WIDE_REQUESTS) + tuple(itertools.chain(*given))
+    return Buckets(drawn, tuple(itertools.chain(*given)))
 
 
 def draft_head_bytes(spec: EngineSpec, num_head_rows: int) -> int:
@@ -39,7 +53,7 @@ def draft_head_bytes(spec: EngineSpec, num_head_rows: int) -> int:
 
 
 def size_caches(
-    spec: EngineSpec, buckets: Sequence[Bucket], num_head_rows: int, *, free_bytes: int, host_bytes: int
+    spec: EngineSpec, buckets: Buckets, num_head_rows: int, *, free_bytes: int, host_bytes: int
 ) -> MemoryPlan:
     """The caches that fit into free_bytes of the device, once the weights are there, and into host_bytes.
 
@@ -52,7 +66,7 @@ def size_caches(
         host_bytes=host_bytes,
         draft_head_bytes=draft_head_bytes(spec, num_head_rows),
         max_batch=resolve_max_batch(spec, free_bytes),
-        rounds={(bucket.groups, bucket.shape.verify + 1) for bucket in buckets},
+        rounds={(bucket.groups, bucket.shape.verify + 1) for bucket in buckets.every},
     )
 
 
@@ -83,7 +97,9 @@ def forecast(spec: EngineSpec, *, free_bytes: int, host_bytes: int) -> MemoryPla
         left = max(0, free_bytes - parameter_bytes(spec))
     else:
         left = free_beside(_shapes(spec), free_bytes)
-    buckets = buckets_of(spec, 1, resolve_max_batch(spec, left))
+    max_batch = resolve_max_batch(spec, left)
+    spec = spec.for_batch(max_batch)
+    buckets = buckets_of(spec, 1, max_batch)
     num_head_rows = spec.model.vocab_size // spec.config.tensor_parallel
     return size_caches(spec, buckets, num_head_rows, free_bytes=left, host_bytes=host_bytes)
 

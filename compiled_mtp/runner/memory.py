@@ -53,8 +53,8 @@ class CacheShape:
     ring_length: entries of the rings of GDN inputs and conv inputs. kv_bytes and conv_bytes: bytes per
     element; kv_scale_bytes: bytes of the scale of one head's key or value, 0 for a cache without scales.
     sampling_bytes: bytes of a request's sampling tables; hidden_bytes: bytes of one token's hidden state;
-    text_bytes: bytes of the ids of a request's text, 0 without lookup. expert_bytes: bytes of one token's
-    recorded experts in all layers.
+    draft_bytes: bytes of what drafters keep of a request. expert_bytes: bytes of one token's recorded experts
+    in all layers.
     """
 
     num_attention_layers: int
@@ -72,7 +72,7 @@ class CacheShape:
     kv_scale_bytes: int = 0
     sampling_bytes: int = 0
     hidden_bytes: int = 0
-    text_bytes: int = 0
+    draft_bytes: int = 0
     expert_bytes: int = 0
 
     def block_bytes(self, block_size: int) -> int:
@@ -83,10 +83,10 @@ class CacheShape:
 
     def state_row_bytes(self) -> int:
         """Bytes of one request: float32 state and ring entries of the GDN layers, raw conv inputs, sampling
-        tables, the ids of its text."""
+        tables, what drafters keep."""
         entry = self.num_key_heads * self.key_head_dim + self.num_value_heads * (self.value_head_dim + 1)
         rings = self.num_gdn_layers * self.ring_length * entry * _FLOAT32_BYTES
-        return self._prefill_state_bytes() + rings + self.sampling_bytes + self.text_bytes
+        return self._prefill_state_bytes() + rings + self.sampling_bytes + self.draft_bytes
 
     def snapshot_bytes(self) -> int:
         """Bytes of a state snapshot: the states, conv inputs and hidden state that the next chunk reads."""
@@ -140,7 +140,8 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """The plan as one line of a log."""
-        counts = f"{self.num_blocks - 1} blocks, {self.max_batch} slots"
+        slots = f"{self.max_batch} slots of {self.state_row_bytes / 2**20:.1f} MiB"
+        counts = f"{self.num_blocks - 1} blocks, {slots}"
         others = f"{self.num_snapshots} state snapshots and other buffers"
         return f"{self.total_bytes >> 20} MiB for {counts}, {others}"
 
@@ -156,7 +157,8 @@ def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
     least = max(DEFAULT_BATCH, *(config.batch_sizes or ()), 0)
     if spec.device.type == "cpu":
         return least
-    shape, rows = cache_shape(spec), spec.mtp_step + 1
+    # Of batches above the least, which is not compared with memory.
+    shape, rows = cache_shape(replace(spec, wide_shapes=())), spec.mtp_step + 1
     longest = min(spec.max_model_len, free_bytes // shape.block_bytes(config.block_size) * config.block_size)
     fits = default_max_batch(
         int(free_bytes * config.memory_utilization),
@@ -190,12 +192,11 @@ def default_max_batch(
     while batch > DEFAULT_BATCH:
         blocks = num_blocks or batch * blocks_each + 1
         rows_bytes = (batch + SPARE_SLOTS) * shape.state_row_bytes()
+        blocks_bytes, most_bytes = blocks * shape.block_bytes(block_size), room
         if batch > _MANY_REQUESTS:
             rows_bytes += scratch_bytes(batch)
-            is_many = rows_bytes > _MANY_SHARE * free_bytes
-        else:
-            is_many = False
-        if not is_many and rows_bytes + blocks * shape.block_bytes(block_size) <= room:
+            most_bytes = min(room, blocks_bytes + int(_MANY_SHARE * free_bytes))
+        if rows_bytes + blocks_bytes <= most_bytes:
             break
         batch //= 2
     return batch
@@ -213,17 +214,15 @@ def resolve_memory(
     """Return the caches that fit into the device's free_bytes and the host's host_bytes.
 
     Both are this rank's share, the same number on every rank. The device also holds a draft head of
-    draft_head_bytes, a slice of a prompt's logits, deferred draft inputs, and buffers that grow with the
-    longest request. max_batch: of `resolve_max_batch`; rounds: requests, and rows of each, of the rounds that
-    have programs. Raises ValueError as `plan_memory` and `plan_host_memory` do.
+    draft_head_bytes, a slice of a prompt's logits, and buffers that grow with the longest request. max_batch:
+    of `resolve_max_batch`; rounds: requests, and rows of each, of the rounds that have programs. Raises
+    ValueError as `plan_memory` and `plan_host_memory` do.
     """
     config, is_cpu = spec.config, spec.device.type == "cpu"
     shape = cache_shape(spec)
     # Code is compiled for the caches' shapes: a graph_cache fixes the number of blocks.
     cached = None if spec.cache is None else read_key(spec.cache).get("num_blocks")
     other_bytes = draft_head_bytes + SLICE_ROWS * spec.model_shard.vocab_size * _FLOAT32_BYTES
-    # The deferred draft inputs.
-    other_bytes += (max_batch + SPARE_SLOTS) * (spec.mtp_step + 1) * shape.hidden_bytes
     other_bytes += vision_bytes(spec)
     offload_bytes = 0
     if not is_cpu:
@@ -307,7 +306,7 @@ def cache_shape(spec: EngineSpec) -> CacheShape:
         kv_scale_bytes=scale_bytes,
         sampling_bytes=sampling_bytes(model.vocab_size, spec.max_model_len if spec.config.scoring else 0),
         hidden_bytes=model.hidden_size * spec.dtype.itemsize,
-        text_bytes=spec.max_model_len * _INT32_BYTES if spec.has_lookup else 0,
+        draft_bytes=sum(row.num_bytes for row in spec.draft_rows(spec.max_model_len)),
         expert_bytes=_INT16_BYTES * model.num_layers * model.num_experts_per_tok
         if spec.config.routed_experts
         else 0,

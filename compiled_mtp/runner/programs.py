@@ -48,11 +48,11 @@ class Programs:
     graph_mode: how code becomes CUDA graphs, None for no graphs. `warm_up` prepares every shape's program;
     nothing compiles afterwards. Programs that are neither compiled nor captured need no warm-up, and their
     prompts end without padding. With graphs, prompts, first tokens and rounds of plain_depths are captured
-    uncompiled. A round runs in one of `buckets`. All buckets of a depth with two requests or more share a
-    program, except with a communicator, which needs the number of rows. encoder: holds the features of
-    prompts' images, None for a step without images. The phases of two-phase rounds are not compiled; with
-    graphs each is captured after its first run, so the start takes no longer. given_shapes: those of buckets
-    for rounds whose tokens are all given, which always have two phases.
+    uncompiled. A round that draws tokens runs in one of `buckets`, and one whose tokens are all given, always
+    in two phases, in one of given_buckets. All buckets of a depth with two requests or more share a program,
+    except with a communicator, which needs the number of rows. encoder: holds the features of prompts'
+    images, None for a step without images. The phases of two-phase rounds are not compiled; with graphs each
+    is captured after its first run, so the start takes no longer.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Programs:
         plain_depths: Collection[int] = (),
         communicator: Communicator | None = None,
         encoder: Encoder | None = None,
-        given_shapes: Collection[RoundShape] = (),
+        given_buckets: Sequence[Bucket] = (),
     ) -> None:
         self.step = step
-        self.buckets = tuple(buckets)
-        self._given_buckets = tuple(bucket for bucket in self.buckets if bucket.shape in given_shapes)
-        self._drawn_buckets = tuple(bucket for bucket in self.buckets if bucket.shape not in given_shapes)
+        self.drawn_buckets, self.given_buckets = tuple(buckets), tuple(given_buckets)
+        # A wide round without a chain has the shape of some rounds of given tokens.
+        self.buckets = tuple(dict.fromkeys((*self.drawn_buckets, *self.given_buckets)))
         self.lengths = prefill_lengths(prefill_chunk)
         self.is_compiled = is_compiled
         self.graph_mode = graph_mode
@@ -86,12 +86,9 @@ class Programs:
         self.device = step.slots.pos.device
         self.max_batch = step.slots.pos.shape[0] - SPARE_SLOTS
         self.most_prompt_chunks = prompt_chunk_limit(self.lengths[-1], self.max_batch)
-        sizes = {bucket.groups for bucket in self._drawn_buckets}
-        # A program cannot ask for the batch: sizes whose drafts read the target's head, where smaller ones do
-        # not, have programs of their own.
-        narrow = {size for size in sizes if step.has_own_head(size)}
-        self._sharing = sharing((narrow or sizes) if communicator is None else ())
-        sizes |= {bucket.groups for bucket in self._given_buckets}
+        sizes = {bucket.groups for bucket in self.drawn_buckets}
+        self._sharing = sharing(sizes if communicator is None else ())
+        sizes |= {bucket.groups for bucket in self.given_buckets}
         self.inputs = StaticInputs(self.device, sizes, self.lengths, self.most_prompt_chunks)
         like = step.slots.last_hidden
         self.images = (
@@ -112,26 +109,26 @@ class Programs:
             # A captured graph records no gradients; eager code needs no_grad.
             return torch.no_grad()(program)
 
-        self._decode: dict[Bucket, Program] = dict.fromkeys(self._drawn_buckets, plain(step.decode))
+        self._decode: dict[Bucket, Program] = dict.fromkeys(self.drawn_buckets, plain(step.decode))
         two_phase = self.two_phase
         verify, accept, commit = map(plain, (two_phase.verify, two_phase.accept, two_phase.commit))
         self._phases: dict[tuple[str, Bucket], Program] = {
             **{("verify", bucket): verify for bucket in self.buckets},
-            **{("accept", bucket): accept for bucket in self._drawn_buckets},
-            **{("commit", bucket): commit for bucket in self._given_buckets},
+            **{("accept", bucket): accept for bucket in self.drawn_buckets},
+            **{("commit", bucket): commit for bucket in self.given_buckets},
         }
         # Phases whose graph is not captured yet.
         self._uncaptured = set() if self.graph_mode is None else {*self._phases}
         self._prefill: dict[int, Program] = dict.fromkeys(self.lengths, plain(MethodType(prefill, step)))
         # By the length of the chain and the largest number of prompts, 1 or most_prompt_chunks.
         self._first_token: dict[tuple[int, int], Program] = dict.fromkeys(
-            sorted({(b.shape.chain, n) for b in self._drawn_buckets for n in (1, self.most_prompt_chunks)}),
+            sorted({(b.shape.chain, n) for b in self.drawn_buckets for n in (1, self.most_prompt_chunks)}),
             plain(MethodType(first_token, step)),
         )
         # A catch-up has the shape of the deepest round.
         deepest = RoundShape(step.mtp_step, step.mtp_step)
-        defers = step.mtp_step > 0 and any(b.shape == NO_DRAFTS for b in self._drawn_buckets)
-        widest = {b.groups: b for b in self._drawn_buckets if defers and b.shape == deepest}
+        defers = step.mtp_step > 0 and any(b.shape == NO_DRAFTS for b in self.drawn_buckets)
+        widest = {b.groups: b for b in self.drawn_buckets if defers and b.shape == deepest}
         self._catch_up: dict[int, Program] = dict.fromkeys(widest, plain(MethodType(catch_up, step)))
 
     @property
@@ -333,12 +330,14 @@ class Programs:
         two_phase.reserve(max(bucket.rows for bucket in smallest.values()))
         for bucket in smallest.values():
             state_index = self.inputs.state_indices[bucket.groups]
-            is_given = bucket in self._given_buckets
-            if is_given:
+            phases = [two_phase.accept] if bucket in self.drawn_buckets else []
+            if bucket in self.given_buckets:
                 two_phase.verify(state_index, bucket.shape)
+                phases.append(two_phase.commit)
             filtered = two_phase.filtered(state_index, bucket.shape)
-            packed = (two_phase.commit if is_given else two_phase.accept)(state_index, bucket.shape)
-            add_logprobs(step, packed, two_phase.logits[: bucket.rows], filtered)
+            for phase in phases:
+                packed = phase(state_index, bucket.shape)
+                add_logprobs(step, packed, two_phase.logits[: bucket.rows], filtered)
         masks = two_phase.masks[:1].clone()
         two_phase.reserve(kept_rows)
         for chain in dict.fromkeys(chain for chain, _ in self._first_token):
@@ -367,7 +366,7 @@ class Programs:
                 *(() if self.images is None else self.images.of(length)),
             )
             yield Shape(None, f"prefill_{length}", prefill, chunk, self._prefill, length)
-        for bucket in sorted(self._drawn_buckets, reverse=True):
+        for bucket in sorted(self.drawn_buckets, reverse=True):
             name, depth = "{}_to_{}_drafts".format(*bucket.shape), bucket.shape.chain
             name = f"decode_{self._of_batch(name, bucket.groups)}"
             round_inputs = (inputs.state_indices[bucket.groups], bucket.shape)
@@ -391,7 +390,7 @@ class Programs:
         Operators keep some tensors for good (counters of K splits): these must not be in a graph's pool.
         """
         self.launch_apart()
-        largest = max(self._drawn_buckets)
+        largest = max(self.drawn_buckets)
         self.step.decode(self.inputs.state_indices[largest.groups], largest.shape)
         first_token(self.step, self.inputs.ended[1], largest.shape.chain)
 

@@ -57,9 +57,8 @@ class Runner:
         *,
         save_to: Path | None = None,
     ) -> None:
-        self.spec = spec
         parts = build(spec, progress, fill, save_to)
-        self.memory, self.step, self.programs, self.moves, self.later, self.encoder = parts
+        self.spec, self.memory, self.step, self.programs, self.moves, self.later, self.encoder = parts
         self._progress, self._fill = progress, fill
         self.waited_s = 0.0
         # Plans whose launch has succeeded so far.
@@ -159,7 +158,7 @@ class Runner:
             replace_weights(self.spec, self.step, update, self._progress)
             buckets = make_buckets(self.spec, self.step.target, self.memory.max_batch)
         rule = "keep their rows' bits at the batch sizes of the engine's programs"
-        is_kept = buckets == self.programs.buckets
+        is_kept = buckets == (self.programs.drawn_buckets, self.programs.given_buckets)
         check(is_kept, "weights", rule, "products that this CPU packs otherwise", "make another engine")
 
     def replace_from(self, path: Path) -> None:
@@ -196,7 +195,7 @@ class Runner:
         # Updates replace no weight of the vision tower.
         with self._at_own_pace():
             parts = build(spec, self._progress, fill, memory=self.memory, tower_path=self.spec.config.model)
-            _, self.step, self.programs, self.moves, self.later, self.encoder = parts
+            _, _, self.step, self.programs, self.moves, self.later, self.encoder = parts
 
     @property
     def is_asleep(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
+from compiled_mtp.cache.slot_tensors import SlotRow
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
@@ -26,8 +27,10 @@ from compiled_mtp.models.weights import read_formats
 from compiled_mtp.ops.device import is_assumed
 from compiled_mtp.ops.registry import use_reference
 from compiled_mtp.ops.window import MAX_DRAFTS
+from compiled_mtp.rounds.drafters import CHAIN, LOOKUP, choose_drafters
 from compiled_mtp.scheduler.limits import TowerCost
 from compiled_mtp.spec.depth import first_depth
+from compiled_mtp.step import Drafter, SlotSizes
 from compiled_mtp.vision.sizes import PART_PATCHES
 
 logger = logging.getLogger(__name__)
@@ -40,9 +43,9 @@ _LEAST_THREADED_BYTES = 64 << 20
 # host 0.2 to 0.65 ms per step: the smallest released model, of 1.5 GB, loses 0.5 % of its speed, and a model
 # of a few MB loses half.
 _LEAST_TREE_BYTES = 1 << 30
-# The most slots whose rings have room for MAX_DRAFTS (at 27B twice the bytes of 7 drafts), and the most
-# requests of a round that verifies as many: their rows fill one row tile.
-_MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
+# The most slots whose rings have room for the drafts of a wide round (at 27B twice the bytes of 7 drafts),
+# and the most requests of a round that verifies as many: their rows fill one row tile.
+MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
 # The drafts of rounds of given tokens, and the rows from which such a round takes longer the more it has.
 _GIVEN_DRAFTS, _MOST_GIVEN_ROWS = (3, 7, MAX_DRAFTS), 256
 
@@ -60,6 +63,10 @@ def _draft_weights(plan: DraftPlan) -> Mapping[str, int | bool | None]:
     return {name: getattr(plan, name) for name in names}
 
 
+def _drafter_names(drafters: Sequence[Drafter]) -> list[str]:
+    return [drafter.name for drafter in drafters]
+
+
 def _kind(communicator: Communicator | None) -> str | None:
     return None if communicator is None else communicator.kind
 
@@ -69,13 +76,14 @@ class EngineSpec:
     """The resolved values that every part of an engine reads instead of its configs; see `resolve`.
 
     model_shard: this rank's share of `model`. shapes: those of the rounds of any number of requests, the
-    deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify MAX_DRAFTS, which
-    only drafts from the text can be. given_shapes: those of rounds whose tokens are all given, the narrowest
-    first; without a chain, and none without `scoring`. has_lookup: drafts are looked up in the text too.
-    num_valid_ids: ids that the tokenizer knows. cache: the graph_cache in use. num_threads: None for torch's
-    number. max_model_len: before memory bounds it. prefill_chunk: the most tokens of a prompt in a launch;
-    busy_chunk: the same while rounds wait. least_saved: the tokens that a state snapshot near a prompt's end
-    must save when the same prompt comes again. communicator: connects this rank to the others, if any.
+    deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify more drafts than a
+    chain has, which only drafts from the text can be; `for_batch` takes them from an engine of many slots.
+    given_shapes: those of rounds whose tokens are all given, the narrowest first; without a chain, and none
+    without `scoring`. drafters: asked in this order. num_valid_ids: ids that the tokenizer knows. cache: the
+    graph_cache in use. num_threads: None for torch's number. max_model_len: before memory bounds it.
+    prefill_chunk: the most tokens of a prompt in a launch; busy_chunk: the same while rounds wait.
+    least_saved: the tokens that a state snapshot near a prompt's end must save when the same prompt comes
+    again. communicator: connects this rank to the others, if any.
 
     A field is part of a graph cache's key unless it is marked NOT_TRACED; `traced` in its metadata makes its
     JSON value, and `setting` names the setting that it resolves, where the names differ.
@@ -90,9 +98,9 @@ class EngineSpec:
     weight_recipe: Recipe | None
     weight_formats: Formats = field(metadata={"traced": _format_names})
     shapes: tuple[RoundShape, ...]
-    wide_shapes: tuple[RoundShape, ...]
+    wide_shapes: tuple[RoundShape, ...] = field(metadata=NOT_TRACED)
     given_shapes: tuple[RoundShape, ...]
-    has_lookup: bool
+    drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names})
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
     max_model_len: int
@@ -110,6 +118,16 @@ class EngineSpec:
     def has_shapes(self) -> bool:
         """Whether programs have fixed shapes, prepared at the start: compiled, captured or both."""
         return self.is_compiled or self.has_graphs
+
+    @property
+    def has_lookup(self) -> bool:
+        """Whether drafts are looked up in the text too."""
+        return LOOKUP in self.drafters
+
+    def draft_rows(self, max_model_len: int) -> tuple[SlotRow, ...]:
+        """What the drafters keep of each request of at most so many tokens."""
+        sizes = SlotSizes(self.mtp_step, max_model_len, self.model.hidden_size, self.dtype)
+        return tuple(row for drafter in self.drafters for row in drafter.rows(sizes))
 
     @property
     def mtp_step(self) -> int:
@@ -189,6 +207,17 @@ class EngineSpec:
         """The least `value` of all ranks, so that every rank derives the same numbers from it."""
         return value if self.communicator is None else self.communicator.least(value)
 
+    def for_batch(self, max_batch: int) -> EngineSpec:
+        """The spec of an engine of `max_batch` slots, once memory has decided their number.
+
+        Says in the log what many slots cost drafts from the text.
+        """
+        if max_batch <= MOST_WIDE_SLOTS or not self.wide_shapes:
+            return self
+        text = "a round verifies at most %d drafts from the text; with max_batch of at most %d it verifies %d"
+        logger.info(text, self.mtp_step, MOST_WIDE_SLOTS, self.max_drafts)
+        return replace(self, wide_shapes=())
+
     def of_rank(self, communicator: Communicator) -> EngineSpec:
         """From the whole engine's spec, the spec of the rank that `communicator` belongs to."""
         is_cuda, formats = self.device.type == "cuda", self.weight_formats
@@ -217,10 +246,7 @@ def resolve(
     check(model.is_moe or not config.routed_experts, "routed_experts", rule, True, remedy)
     dtype = getattr(torch, config.resolve_dtype(kind, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
-    shapes = tuple(RoundShape(depth, depth) for depth in config.depths)
-    has_lookup = config.lookup == "auto" and shapes[-1].chain > 0
-    # The default of max_batch follows memory, in which the longer rings count.
-    is_wide = has_lookup and (config.max_batch or _MOST_WIDE_SLOTS) <= _MOST_WIDE_SLOTS
+    drafters = choose_drafters(max(config.depths), config.lookup)
     num_threads = config.num_threads
     if num_threads is None and kind == "cpu" and path is not None and _is_small(path):
         num_threads = 1
@@ -234,10 +260,10 @@ def resolve(
         kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype, device),
         weight_recipe=recipe,
         weight_formats=formats,
-        shapes=shapes,
-        wide_shapes=tuple(RoundShape(MAX_DRAFTS, s.chain) for s in shapes if s.chain) if is_wide else (),
+        shapes=CHAIN.shapes(config.depths),
+        wide_shapes=LOOKUP.shapes(config.depths) if LOOKUP in drafters else (),
         given_shapes=tuple(RoundShape(drafts, 0) for drafts in _GIVEN_DRAFTS) if config.scoring else (),
-        has_lookup=has_lookup,
+        drafters=drafters,
         drafts=_plan_drafts(config, model, num_valid_ids, formats, dtype=dtype, device=device),
         num_valid_ids=num_valid_ids,
         max_model_len=config.resolve_max_model_len(model),

@@ -44,10 +44,12 @@ class TowerCost:
         return self.depth * self._layer_parts(num_tokens)
 
     def slice_parts(self, num_tokens: int) -> int:
-        """Return the parts of a slice for an image of num_tokens tokens."""
-        patches = num_tokens * self.patches
+        """Return the parts of a slice for an image of num_tokens tokens; slices are about equally long."""
+        patches, count = num_tokens * self.patches, self.count_parts(num_tokens)
         layer = patches * (self.per_patch + patches * self.per_pair)
-        return max(self.most * self._layer_parts(num_tokens) // layer, 1)
+        most = max(self.most * self._layer_parts(num_tokens) // layer, 1)
+        num_slices = -(-count // most)
+        return -(-count // num_slices)
 
     def count_slices(self, num_tokens: int) -> int:
         """Return the slices of an image of num_tokens tokens."""

@@ -440,10 +440,10 @@ class Planner:
             depth, catches_up = 0, False
         else:
             depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
-            verify = self.limits.max_drafts if depth and self._is_wide() else depth
+            verify = self.limits.max_drafts if self._is_wide() else depth
             # Only statistics read num_drafts: a resumed request may have another number of drafts.
             num_drafts, self._chain = min(verify, self._chain), depth
-            catches_up = self._catches_up(depth)
+            catches_up = self._catches_up(verify)
         plan = self._make_plan(
             "verify" if is_two_phase else "decode",
             self.decoding_slots,
@@ -539,20 +539,20 @@ class Planner:
             self._block_updates = self.resources.all_block_updates()
             self._is_install_lost = False
 
-    def _catches_up(self, depth: int) -> bool:
-        """Return whether the draft model must catch up before a round of this depth.
+    def _catches_up(self, verify: int) -> bool:
+        """Return whether the draft model must catch up before a round that verifies so many drafts.
 
         Counts the deferred draft inputs of the round, too.
         """
-        if not self.limits.mtp_step or (depth and self._is_caught_up):
+        if not self.limits.mtp_step or (verify and self._is_caught_up):
             return False
         members = [self.resources.owners[slot] for slot in self.decoding_slots]
         most_deferred = max(scheduled.num_deferred for scheduled in members)
         # A slot has room for the deferred draft inputs of mtp_step + 1 rounds.
-        catches_up = most_deferred > (0 if depth else self.limits.mtp_step)
+        catches_up = most_deferred > (0 if verify else self.limits.mtp_step)
         for scheduled in members:
-            scheduled.num_deferred = (0 if catches_up else scheduled.num_deferred) + (not depth)
-        self._is_caught_up = depth > 0
+            scheduled.num_deferred = (0 if catches_up else scheduled.num_deferred) + (not verify)
+        self._is_caught_up = verify > 0
         return catches_up
 
     def _is_wide(self) -> bool:

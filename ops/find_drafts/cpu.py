@@ -27,6 +27,7 @@ def find_drafts(
     lookup: LookupState,
     drafts: Tensor,
     accepted: Tensor | None,
+    early: bool = True,
 ) -> Found:
     index, slots = state_index.long(), state_index.tolist()
     columns = [column[index].tolist() for column in (*lookup, pos)]
@@ -42,8 +43,10 @@ def find_drafts(
         if not slot:
             padded[request] = [0] * width
         else:
+            verified = verified if verify else 0
             if kept is not None and verified:
-                is_hit = (kept[request] - 1) * CHAIN_UNIT >= min(chain_kept, verify * CHAIN_UNIT)
+                least = max(min(chain_kept, verify * CHAIN_UNIT), 1)
+                is_hit = (kept[request] - 1) * CHAIN_UNIT >= least
                 threshold = min(max(threshold + (-1 if is_hit else RISE), LEAST_MATCH), MOST_MATCH)
             elif kept is not None and verify:
                 chain_kept += ((kept[request] - 1) * CHAIN_UNIT - chain_kept) >> DECAY

@@ -1,7 +1,8 @@
 """Drafts from the text in two launches: programs search parts of a request's text, then one chooses.
 
-A program compares whole parts with the suffix, an id further back each time, and goes beyond LEAST_MATCH ids
-only where a place matches that many. Lengths and places are integers, so no result depends on the parts.
+A program is one warp, so that no branch needs a barrier. It compares a part with the last id, with the ids
+before it only if some place matches, and goes beyond LEAST_MATCH ids only where a place matches that many.
+Lengths and places are integers, so no result depends on the parts.
 """
 
 from __future__ import annotations
@@ -16,24 +17,36 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.find_drafts.reference import CHAIN_UNIT, DECAY, LEAST_MATCH, MOST_MATCH, RISE
 
-BLOCK = 1024
-# Programs of one request at most, and of all requests together: as many as a GPU holds at a time.
-MOST_PARTS, MOST_PROGRAMS = 64, 1024
-LEAST_PARTS = 8
+BLOCK = 512
+# Programs of one request at most, and of all requests together: about as many as a GPU holds at a time.
+MOST_PARTS, MOST_PROGRAMS = 512, 4096
 PLACE_BITS = 26
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
+def match_before(ids, place, last, is_open, length, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Compare the ids FIRST to LAST - 1 places back, where those between matched; return what still matches
+    and the lengths."""
+    for back in tl.static_range(FIRST, LAST):
+        wanted = tl.load(ids + last - back, mask=last >= back, other=-1)
+        one = tl.load(ids + place - back, mask=is_open & (place >= back), other=-1)
+        is_open = is_open & (one == wanted) & (one >= 0)
+        length += is_open.to(tl.int32)
+    return is_open, length
+
+
+@triton.jit
 def search_kernel(
     token_ids,
     state_index,
     pos,
     best,
-    stride,
+    text_stride,
     BLOCK: tl.constexpr,
     LEAST_MATCH: tl.constexpr,
     MOST_MATCH: tl.constexpr,
     PLACE_BITS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Store the longest match in the blocks of one part, and its latest place: length * 2^26 + place."""
@@ -43,33 +56,35 @@ def search_kernel(
     num_parts = tl.num_programs(0)
     request = tl.program_id(1)
     slot = tl.load(state_index + request).to(tl.int64)
-    ids = token_ids + slot * stride
-    if PDL:
+    ids = token_ids + slot * text_stride
+    if PDL and not EARLY:
         gdc_wait()
     last = tl.load(pos + slot).to(tl.int32)
+    wanted = tl.load(ids + last)
+    # Matches no id.
+    wanted = tl.where(wanted < 0, -2, wanted)
     lane = tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), tl.int32)
+    found = 0
     for block in range(part, tl.cdiv(last, BLOCK), num_parts):
         place = block * BLOCK + lane
-        is_open = place < last
-        length = tl.zeros((BLOCK,), tl.int32)
-        for back in tl.static_range(LEAST_MATCH):
-            wanted = tl.where(last >= back, tl.load(ids + tl.maximum(last - back, 0)), -1)
-            one = tl.load(ids + place - back, mask=is_open & (place >= back), other=-1)
-            is_open = is_open & (one == wanted) & (one >= 0)
-            length += is_open.to(tl.int32)
-        if tl.max(length, 0) >= LEAST_MATCH:
-            for back in tl.static_range(LEAST_MATCH, MOST_MATCH):
-                wanted = tl.where(last >= back, tl.load(ids + tl.maximum(last - back, 0)), -1)
-                one = tl.load(ids + place - back, mask=is_open & (place >= back), other=-1)
-                is_open = is_open & (one == wanted) & (one >= 0)
-                length += is_open.to(tl.int32)
-            is_match = length >= LEAST_MATCH
-            found = tl.maximum(found, tl.where(is_match, (length << PLACE_BITS) + place, 0))
-    tl.store(best + request * num_parts + part, tl.max(found, 0))
+        # The whole row is loaded, not up to `last`, so that the mask allows loads of four ids.
+        one = tl.load(ids + place, mask=place < text_stride, other=-1)
+        is_open = (one == wanted) & (place < last)
+        if tl.max(is_open.to(tl.int32), 0) > 0:
+            length = is_open.to(tl.int32)
+            is_open, length = match_before(ids, place, last, is_open, length, 1, LEAST_MATCH)
+            if tl.max(length, 0) >= LEAST_MATCH:
+                is_open, length = match_before(ids, place, last, is_open, length, LEAST_MATCH, MOST_MATCH)
+                is_match = length >= LEAST_MATCH
+                longest = tl.max(tl.where(is_match, (length << PLACE_BITS) + place, 0), 0)
+                found = tl.maximum(found, longest)
+    if PDL:
+        # The text is older than the last fence; the last reader of `best` may not be.
+        gdc_wait()
+    tl.store(best + request * num_parts + part, found)
 
 
-@triton.jit(do_not_specialize=["stride", "num_parts", "chain_len", "verify", "accepted_stride"])
+@triton.jit(do_not_specialize=["text_stride", "num_parts", "chain_len", "verify", "accepted_stride"])
 def choose_kernel(
     token_ids,
     state_index,
@@ -83,7 +98,7 @@ def choose_kernel(
     accepted,
     left,
     matches,
-    stride,
+    text_stride,
     num_parts,
     chain_len,
     verify,
@@ -113,19 +128,20 @@ def choose_kernel(
     found = tl.max(tl.load(best + request * num_parts + part, mask=part < num_parts, other=0), 0)
     length = found >> PLACE_BITS
     place = found & ((1 << PLACE_BITS) - 1)
-    verified = tl.load(matched + slot)
+    # A round of one row verified no drafts.
+    verified = tl.where(verify > 0, tl.load(matched + slot), 0)
     least = tl.load(threshold + slot)
     mean = tl.load(chain_kept + slot)
     if accepted is not None:
         kept = (tl.load(accepted + request * accepted_stride).to(tl.int32) - 1) * UNIT
-        is_hit = kept >= tl.minimum(mean, verify * UNIT)
+        is_hit = kept >= tl.maximum(tl.minimum(mean, verify * UNIT), 1)
         moved = tl.minimum(tl.maximum(tl.where(is_hit, least - 1, least + RISE), LEAST_MATCH), MOST_MATCH)
         least = tl.where(is_live & (verified > 0), moved, least)
         mean = tl.where(is_live & (verified == 0) & (verify > 0), mean + ((kept - mean) >> DECAY), mean)
     is_taken = is_live & (length >= least)
     last = tl.load(pos + slot).to(tl.int32)
     period = tl.maximum(last - place, 1)
-    at = token_ids + slot * stride + place + 1 + lane % period
+    at = token_ids + slot * text_stride + place + 1 + lane % period
     own = tl.load(at, mask=is_draft, other=-1)
     # Drafts from the first id of -1 on are id 0.
     own = tl.where(tl.cumsum((own < 0).to(tl.int32), 0) > 0, 0, own).to(tl.int64)
@@ -145,8 +161,7 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     token_ids, state_index, pos, drafts = args.token_ids, args.state_index, args.pos, args.drafts
     batch, num_drafts = state_index.shape[0], drafts.shape[1]
     chain = args.chain.contiguous()
-    num_parts = max(LEAST_PARTS, MOST_PROGRAMS // batch)
-    num_parts = min(MOST_PARTS, num_parts, triton.cdiv(token_ids.shape[1], BLOCK))
+    num_parts = min(MOST_PARTS, max(MOST_PROGRAMS // batch, 1), triton.cdiv(token_ids.shape[1], BLOCK))
     best = drafts.new_empty((batch, num_parts), dtype=torch.int32)
     left, matches = pos.new_empty((batch, num_drafts)), pos.new_empty((batch, 2))
     verify, accepted_stride = 0, 0
@@ -156,12 +171,12 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     search_kernel[(num_parts, batch)](
         token_ids, state_index, pos, best, token_ids.stride(0),
         BLOCK=BLOCK, LEAST_MATCH=LEAST_MATCH, MOST_MATCH=MOST_MATCH, PLACE_BITS=PLACE_BITS,
-        PDL=has_pdl, num_warps=8, launch_pdl=has_pdl,
+        EARLY=args.early, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
     choose_kernel[(batch,)](
         token_ids, state_index, pos, best, chain, *args.lookup, drafts, args.accepted, left, matches,
         token_ids.stride(0), num_parts, chain.shape[1], verify, accepted_stride,
-        DRAFTS=num_drafts, LANES=triton.next_power_of_2(num_drafts), PARTS=MOST_PARTS,
+        DRAFTS=num_drafts, LANES=triton.next_power_of_2(num_drafts), PARTS=triton.next_power_of_2(num_parts),
         LEAST_MATCH=LEAST_MATCH, MOST_MATCH=MOST_MATCH, PLACE_BITS=PLACE_BITS, RISE=RISE, UNIT=CHAIN_UNIT,
         DECAY=DECAY, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip

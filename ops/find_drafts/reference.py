@@ -53,11 +53,11 @@ def _sizes_fit(num_drafts: int, S: int, positions: int) -> None:
         raise fail("drafts", f"hold {max(S, 1)} ids a slot", num_drafts, "make SlotState for that depth")
 
 
-# The search waits for `accept_window`, which writes the last tokens; state_index is an input of the round.
+# The search reads the text at once where the draft's first product came after the last tokens.
 @operator(
     mutates=("drafts", "matched", "threshold", "chain_kept"),
     launches=(
-        Launch("search_kernel", reads_early=("state_index",)),
+        Launch("search_kernel", reads_early=("token_ids", "state_index", "pos"), early_if="early"),
         Launch("choose_kernel", reads_early=("state_index",)),
     ),
     check=_sizes_fit,
@@ -71,6 +71,7 @@ def find_drafts(
     lookup: LookupState,
     drafts: Annotated[Tensor, "slots num_drafts", I64, _SLOT_STATE],
     accepted: Annotated[Tensor, "B W2", I64, Remedy("pass the first result of accept_window")] | None = None,
+    early: bool = True,
 ) -> Found:
     """Leave each slot with drafts from its own text if its last ids stood there before, else with its
     chain's.
@@ -78,22 +79,24 @@ def find_drafts(
     token_ids [slots, N]: the ids at positions 0 .. pos[slot] of each slot, -1 for one that is neither matched
     nor drafted. state_index [B], 0 for padding. A match is the longest suffix of at most MOST_MATCH ids that
     ends at an earlier position too; of equal lengths, the latest position. The ids after it are the drafts; a
-    match that runs into the end continues into itself, so that a period goes on. After an id of -1 drafts
-    are id 0. If the match has at least threshold[slot] ids, the slot gets these drafts; else chain [B, S],
-    then id 0. Mutates drafts [slots, D], D >= S, and matched.
-    accepted [B, 2 + W]: `packed` of accept_window for the round before, None for a first token. Looked-up
-    drafts of that round hit if it kept at least as many of them as a chain keeps: the threshold then falls by
-    1, else it rises by 2. A chain's drafts change chain_kept. Integers only, so all ranks agree. The padding
-    keeps zeros.
+    match that runs into the end continues into itself, so that a period goes on. After an id of -1 drafts are
+    id 0. If the match has at least threshold[slot] ids, the slot gets these drafts; else chain [B, S], then
+    id 0. Mutates drafts [slots, D], D >= S, and matched. accepted [B, 2 + W]: `packed` of accept_window for
+    the round before, None for a first token. Looked-up drafts of that round hit if it kept one of them, and
+    as many as a chain keeps: the threshold then falls by 1, else it rises by 2. A chain's drafts change
+    chain_kept. A round of one row a request verified none and teaches nothing. Integers only, so all ranks
+    agree. The padding keeps zeros. early: a fence (`Launch`) came after the kernel that wrote the last
+    tokens.
     """
     found = []
     for request, slot in enumerate(state_index.tolist()):
-        verified = int(lookup.matched[slot])
+        verify = 0 if accepted is None else accepted.shape[1] - 3
+        verified = int(lookup.matched[slot]) if verify else 0
         if not slot:
             found.append(([0] * drafts.shape[1], 0, 0))
             continue
-        if accepted is not None:
-            _learn(lookup, slot, kept=int(accepted[request, 0]) - 1, verify=accepted.shape[1] - 3)
+        if accepted is not None and verify:
+            _learn(lookup, slot, kept=int(accepted[request, 0]) - 1, verify=verify)
         ids = token_ids[slot, : int(pos[slot]) + 1]
         length, place = _longest_match(ids)
         row = [*chain[request].tolist(), *[0] * (drafts.shape[1] - chain.shape[1])]
@@ -113,10 +116,10 @@ def _learn(lookup: LookupState, slot: int, kept: int, verify: int) -> None:
     """Change a slot's threshold or its mean of kept drafts by a round that kept `kept` of `verify` drafts."""
     threshold, chain_kept = int(lookup.threshold[slot]), int(lookup.chain_kept[slot])
     if int(lookup.matched[slot]):
-        is_hit = kept * CHAIN_UNIT >= min(chain_kept, verify * CHAIN_UNIT)
+        is_hit = kept * CHAIN_UNIT >= max(min(chain_kept, verify * CHAIN_UNIT), 1)
         threshold += -1 if is_hit else RISE
         lookup.threshold[slot] = min(max(threshold, LEAST_MATCH), MOST_MATCH)
-    elif verify:
+    else:
         lookup.chain_kept[slot] = chain_kept + ((kept * CHAIN_UNIT - chain_kept) >> DECAY)
 
 

@@ -6,12 +6,12 @@ both (config.py).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 
+from compiled_mtp.ops.counters import MAX_COUNTERS, zero_counters
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
 from compiled_mtp.ops.linear.large_m_config import find_large_m
@@ -20,26 +20,11 @@ from compiled_mtp.ops.linear.product_kernel import linear_kernel
 from compiled_mtp.ops.linear.resident_config import find_resident
 from compiled_mtp.ops.linear.resident_kernel import launch_resident
 from compiled_mtp.ops.linear.side_kernel import launch_side
+from compiled_mtp.ops.persistent_config import find_persistent
+from compiled_mtp.ops.persistent_product import launch_persistent
 from compiled_mtp.ops.prefill_triton import launch_prefill
 
 OPTIONS = {"enable_fp_fusion": True}
-MAX_TILES = 1 << 16
-
-
-@functools.cache
-def persistent_counters(device: torch.device) -> torch.Tensor:
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-
-
-def tile_counters(device: torch.device) -> torch.Tensor:
-    """Return arrival counters, zero between launches; launches that share them must be on one stream.
-
-    Graph capture only records the zeroing of new memory: counters made during a capture are not shared.
-    """
-    made = persistent_counters.cache_info().currsize > 0
-    if not made and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-    return persistent_counters(device)
 
 
 def prefetch_partials(config: LinearConfig) -> int:
@@ -115,9 +100,17 @@ def launch_product(
 ) -> torch.Tensor:
     """Launch the fastest kernel that can compute the product; all give the same bits.
 
-    The choices are `launch_resident` if `resident`, `launch_large_m` for many rows, else `launch_config`.
+    The choices are `launch_persistent` for many rows of a large weight, `launch_resident` if `resident`,
+    `launch_large_m` for other rows beyond 16, else `launch_config`.
     """
     device, dtype = device_of(x.device.index), torch.float32 if out_float32 else x.dtype
+    if x.dtype == weight.dtype == torch.bfloat16:
+        # A task sums all K splits that no norm adds, however many programs sum them with fewer rows.
+        parts, chains = (config.split, config.chains) if keep_partials else (1, config.split * config.chains)
+        product = find_persistent(device, x, weight, parts, chains, gated)
+        if product is not None:
+            out = launch_persistent(product, x, weight, dtype, gated)
+            return out if keep_partials else out[0]
     if resident and (own_tile := find_resident(device, x, weight, config, gated, keep_partials)):
         return launch_resident(own_tile, config, x, weight, dtype, gated, keep_partials)
     found = find_large_m(device, x, weight, config, gated, keep_partials)
@@ -148,10 +141,10 @@ def launch_config(
     split = config.split
     partials = counters = None
     if split > 1 and not keep_partials:
-        assert tiles <= MAX_TILES, "a weight this wide must not be split"
+        assert tiles <= MAX_COUNTERS, "a weight this wide must not be split"
         tile_size = config.block_m * config.block_n
         partials = torch.empty(split * tiles * tile_size, dtype=torch.float32, device=x.device)
-        counters = tile_counters(x.device)
+        counters = zero_counters(x.device)
     has_pdl = device_of(x.device.index).has_dependent_launch
     part_bytes = prefetch_part_bytes(config, k, weight)
     linear_kernel[(tiles, split)](

@@ -7,21 +7,12 @@ import triton
 import triton.language as tl
 
 from compiled_mtp.ops.blocks import KINDS, UNIT
-from compiled_mtp.ops.linear_blocks.decode_values import MAGIC, decode_part, load_codes, load_fields
+from compiled_mtp.ops.blocks_triton import MAGIC, decode_part, factor_of, load_codes, load_fields
 
 # Weight rows of a program that multiplies a weight out.
 VALUE_ROWS = 32
 # Rows of a program that decodes some rows.
 SOME_ROWS = 4
-
-
-@triton.jit
-def factor_of(last_unit_at, row, KIND: tl.constexpr):
-    """The float32 factors [BN] of rows, in the unit behind the last; zeros for kinds without any."""
-    if KIND == "NVFP4":
-        return tl.load(last_unit_at + row).to(tl.float32, bitcast=True)
-    else:
-        return tl.zeros(row.shape, tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])

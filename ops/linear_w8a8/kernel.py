@@ -21,6 +21,8 @@ from compiled_mtp.ops.linear_w8a8.config import W8A8Config, configuration, parts
 from compiled_mtp.ops.linear_w8a8.keep import keep
 from compiled_mtp.ops.linear_w8a8.large_m_config import find_large_m
 from compiled_mtp.ops.linear_w8a8.large_m_kernel import launch_large_m
+from compiled_mtp.ops.persistent_config import find_persistent
+from compiled_mtp.ops.persistent_product import launch_persistent
 
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -131,7 +133,12 @@ def launch_product(args: Any, count: int, split_length: int, dtype: torch.dtype)
     """[count, M, N] by the kernel that is faster with so many rows and possible: the same bits."""
     tensors = (args.x, args.x_scale, args.weight, args.weight_scale)
     (rows, k), n = args.x.shape, args.weight.shape[0]
-    tile = find_large_m(device_of(args.x.device.index), args.x, args.weight, count, split_length)
+    device = device_of(args.x.device.index)
+    product = find_persistent(device, args.x, args.weight, count, k // (split_length * count))
+    if product is not None:
+        scales = {"x_scale": args.x_scale, "weight_scale": args.weight_scale}
+        return launch_persistent(product, args.x, args.weight, dtype, **scales)
+    tile = find_large_m(device, args.x, args.weight, count, split_length)
     if tile is not None:
         return launch_large_m(tile, *tensors, count, split_length, dtype)
     config = configuration(rows, n, count, k // (split_length * count))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from compiled_mtp.ops.k_splits import count_k_splits
+from compiled_mtp.ops.moe_experts.blocks_kernel import launch_moe_experts_blocks as launch_moe_experts_blocks
 from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
 from compiled_mtp.ops.moe_experts.tiles import read_tile
 from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_experts_w4a16 as launch_moe_experts_w4a16

@@ -15,6 +15,8 @@ from tools.page_screenshot import set_window
 
 pytestmark = pytest.mark.browser
 Colour = tuple[int, int, int]
+# How a round gets a token: a draft of the head, one from the text, the model's for a wrong one, a bonus.
+FATES = ("kept", "found", "replaced", "bonus")
 
 
 def pixels(page: Page, box: dict[str, float]) -> list[list[Colour]]:
@@ -57,14 +59,20 @@ def token(text: str) -> dict[str, Any]:
     return {"id": 9, "token": text, "bytes": list(text.encode())}
 
 
-def show(page: Page, server: Running, *rounds: tuple[list[str], list[str], int]) -> None:
-    """Show an answer of these rounds, each (tokens, drafts, drafts accepted); its prompt takes a line."""
+def show(
+    page: Page, server: Running, *rounds: tuple[list[str], list[str], int], looked_up: tuple[int, ...] = ()
+) -> None:
+    """Show an answer of these rounds, each (tokens, drafts, drafts accepted); its prompt takes a line.
+
+    looked_up: the indices of those whose drafts are from the text.
+    """
     page.open(server)
     page.choose("text")
     first = token("first\n")
     events = [{"choices": [{"text": "first\n", "finish_reason": None, "tokens": [first], "rounds": []}]}]
-    for tokens, drafts, accepted in rounds:
-        told = {"drafts": [token(draft) for draft in drafts], "accepted": accepted}
+    for index, (tokens, drafts, accepted) in enumerate(rounds):
+        source = "lookup" if index in looked_up else "mtp"
+        told = {"drafts": [token(draft) for draft in drafts], "accepted": accepted, "source": source}
         choice = {"text": "".join(tokens), "finish_reason": None, "tokens": [*map(token, tokens)]}
         events.append({"choices": [choice | {"rounds": [told]}]})
     cut(page, *map(json.dumps, events), "[DONE]")
@@ -126,6 +134,27 @@ def test_a_wrong_draft_has_no_line_through_its_text(page: Page, scripted: Runnin
     assert "×" in page.run(
         "return getComputedStyle(document.querySelector('#rounds .chip.wrong'), '::after').content"
     )
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_a_draft_from_the_text_has_a_colour_of_its_own(page: Page, scripted: Running, is_dark: bool) -> None:
+    set_window(page.driver, SIZE, is_dark=is_dark)
+    rounds = [
+        (["one", "two"], ["one"], 1),
+        (["three", "four"], ["three", "no"], 1),
+        (["five", "six"], ["five"], 1),
+    ]
+    show(page, scripted, *rounds, looked_up=(1,))
+    assert page.texts(".answer .kept .mark") == ["one", "five"]
+    assert page.texts(".answer .found .mark") == ["three"]
+    # The token behind a wrong draft is the model's, wherever the draft came from.
+    assert page.texts(".answer .replaced .mark") == ["four"]
+    marks = {name: page.style(f".answer .{name} .mark", "borderBottomColor") for name in FATES}
+    assert len(set(marks.values())) == len(FATES)
+    assert marks == {name: page.style(f".legend .token.{name}", "borderBottomColor") for name in FATES}
+    # Not by colour alone.
+    assert len({page.style(f".answer .{name} .mark", "borderBottomStyle") for name in FATES}) == len(FATES)
+    assert page.texts("#rounds .chip.found") == ["three (kept draft from the text) "]
 
 
 @pytest.mark.parametrize("mode", ["chat", "text"])

@@ -121,30 +121,22 @@ def test_drafts_read_rounded_values(tmp_path: Path, name: str, caplog: pytest.Lo
     assert plain.runner.step.draft_head is None
 
 
-def test_more_requests_read_the_targets_head(tmp_path: Path) -> None:
-    """From 17 rows on a whole head in FP8 is not faster; the rows of draft_vocab are fewer."""
-    directory = write_checkpoint(tmp_path)
-    expected = streams(make_engine(directory, mtp_step=0, max_batch=1), 20)
-    options: dict[str, Any] = {"draft_dtype": FP8_DRAFTS, "max_batch": 20, "mtp_step": 1}
-    engine = make_engine(directory, **options)
+@pytest.mark.usefixtures("keeps_fp8")
+@pytest.mark.parametrize("draft_vocab", [None, 90])
+def test_many_requests_draft_by_quantised_rows(tmp_path: Path, draft_vocab: int | None) -> None:
+    """Where rows are whole groups of 128 columns, in the head and in the layer."""
+    directory = write_checkpoint(tmp_path, hidden_size=128, intermediate_size=128)
+    expected = streams(make_engine(directory, mtp_step=0, max_batch=1, dtype="bfloat16"), 20)
+    options: dict[str, Any] = {"draft_dtype": FP8_DRAFTS, "dtype": "bfloat16", "max_batch": 20}
+    engine = make_engine(directory, **options, mtp_step=1, draft_vocab=draft_vocab)
     step = engine.runner.step
-    assert [step.has_own_head(batch) for batch in (1, 16, 17, 64)] == [True, True, False, False]
-    heads, logits = set(), step.target.logits
-
-    def note(hidden: torch.Tensor, head: torch.Tensor | None = None, *scale: Any) -> torch.Tensor:
-        heads.add((len(hidden) > 16, head is not None))
-        return logits(hidden, head, *scale)
-
-    step.target.logits = note  # type: ignore[method-assign]
+    assert step.quantizes_draft_rows
+    assert step.draft is not None
+    assert step.draft.fc.quantizes_rows
     assert streams(engine, 20) == expected
-    # Those of the target, and the drafts' of many and of few requests.
-    assert heads == {(True, False), (False, False), (False, True)}
     programs = engine.runner.programs
     sizes = {bucket.groups for bucket in programs.buckets if isinstance(bucket, Bucket)}
-    assert programs._sharing == {size for size in sizes if 1 < size <= 16}
-    plain = make_engine(directory, **options | {"draft_dtype": "weights"})
-    assert plain.runner.programs._sharing == {size for size in sizes if size > 1}
-    assert make_engine(directory, **options, draft_vocab=90).runner.step.has_own_head(64)
+    assert programs._sharing == {size for size in sizes if size > 1}
 
 
 @pytest.mark.parametrize(("name", "head"), [("dense-r3", 512), ("moe-mixed", 512), ("dense-r1-tied", 640)])

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.cache import slot_state
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.ops.find_drafts import LEAST_MATCH, cpu
+from compiled_mtp.ops.find_drafts import LEAST_MATCH, MOST_MATCH, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.rounds import drafters
 from compiled_mtp.sampling.logprobs import TokenLogprob
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
 from tests.engine.test_request_features import write_small_checkpoint
-from tests.engines import make_engine, prompt_of
+from tests.engines import LateCopyStream, make_engine, prompt_of
 
 VOCAB = 512
 Given = dict[str, tuple[list[int], SamplingParams]]
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take what follows any match, whatever it was worth before."""
-    monkeypatch.setitem(slot_state._INITIAL, "threshold", LEAST_MATCH)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
     monkeypatch.setattr(cpu, "RISE", -1)
 
 
@@ -167,6 +167,70 @@ def test_chosen_drafts_from_the_text_change_no_token(
     assert engine.stats().speculation.lookup_rounds > 0
 
 
+@pytest.mark.parametrize(
+    ("mtp_step", "max_batch", "max_in_flight", "options"), [MODES[1], *MODES[3:6], MODES[8]]
+)
+def test_either_source_in_any_round_changes_no_token(
+    checkpoint: Path, mtp_step: int | str, max_batch: int, max_in_flight: int, options: dict[str, Any]
+) -> None:
+    """Each slot takes the text's drafts or the chain's at random, so that rounds verify both side by side."""
+    sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
+    engine = make_engine(checkpoint, lookup="auto", **sizes, **options)
+    generator, programs = torch.Generator().manual_seed(max_batch), engine.runner.programs
+    threshold = engine.runner.step.slots.threshold
+    assert threshold is not None
+
+    def at_random(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            is_chain = torch.randint(0, 2, threshold.shape, generator=generator, dtype=torch.int32)
+            threshold.copy_(LEAST_MATCH + 2 * MOST_MATCH * is_chain)
+            return launch(*given, **named)
+
+        return call
+
+    for name in ("decode", "accept", "prefill"):
+        setattr(programs, name, at_random(getattr(programs, name)))
+    assert run(engine, requests(), 5) == plain(checkpoint, options.get("dtype", "float32"))
+    stats = engine.stats().speculation
+    assert 0 < stats.lookup_rounds < stats.rounds
+    assert sum(stats.drafted_by_index) > 0
+
+
+def at_depth_0(engine: Engine) -> None:
+    """Let the policy choose depth 0 for every round."""
+    policy = engine._depths
+    assert policy is not None
+    policy.controller.choose = lambda bucket, context: 0  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_at_depth_0_the_text_still_drafts(checkpoint: Path, forced: None, max_in_flight: int) -> None:
+    """Where a chain never pays, rounds of one row leave looked-up drafts for wide rounds without a chain."""
+    engine = make_engine(
+        checkpoint,
+        lookup="auto",
+        mtp_step="auto",
+        mtp_depths=(0, 1),
+        max_batch=1,
+        max_in_flight=max_in_flight,
+    )
+    at_depth_0(engine)
+    shapes: list[RoundShape] = []
+    assert run(engine, requests(), 4, shapes) == plain(checkpoint)
+    # A first round may verify what the first token left.
+    assert {(0, 0), (15, 0)} <= set(shapes)
+    stats = engine.stats().speculation
+    assert stats.lookup_accepted > stats.lookup_rounds > 0
+    assert stats.mean_new_tokens > 1.5
+
+
+def test_a_mixture_of_experts(tmp_path: Path, forced: None) -> None:
+    write_checkpoint(tmp_path, **dict(FAMILIES)["moe-mixed"])
+    engine = make_engine(tmp_path, lookup="auto", max_batch=3, max_in_flight=1)
+    assert run(engine, requests(), 2) == plain(tmp_path)
+    assert engine.stats().speculation.lookup_accepted > 0
+
+
 def test_without_lookup_there_is_no_text_on_the_device(checkpoint: Path) -> None:
     for options in ({"lookup": "off"}, {"lookup": "auto", "mtp_step": 0}):
         engine = make_engine(checkpoint, **options)
@@ -188,6 +252,27 @@ def test_preempted_requests_keep_their_text(checkpoint: Path, forced: None, offl
     stats = engine.stats()
     assert (stats.offloads if offload_gb else stats.recomputes) > 0
     assert stats.speculation.lookup_accepted > 0
+
+
+def test_a_prefix_from_host_memory_is_searched_too(
+    checkpoint: Path, forced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted from the device between the turns: its keys come back, its text with the admission."""
+    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
+    monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
+    params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, logprobs=1, allowed_token_ids=[5, 6])
+    prompts = [[5, 6, 6, 5, *prompt_of(150 + 10 * i, 30 + i, VOCAB), 5, 6, 6] for i in range(3)]
+    sizes: dict[str, Any] = {"max_model_len": 256, "max_in_flight": 1}
+    alone = make_engine(checkpoint, mtp_step=0, max_batch=1, **sizes)
+    wanted = [alone.generate([prompt], params)[0] for prompt in prompts]
+    engine = make_engine(checkpoint, lookup="auto", num_blocks=17, max_batch=2, **sizes)
+    for _ in range(3):
+        for prompt, other in zip(prompts, wanted, strict=True):
+            (output,) = engine.generate([prompt], params)
+            assert (output.new_token_ids, output.logprobs) == (other.new_token_ids, other.logprobs)
+            assert output.metrics.lookup_rounds > 0
+        engine.scheduler.check_integrity()
+    assert engine.stats().prefix_host_hits >= 3
 
 
 def test_a_cached_prefix_is_searched_too(checkpoint: Path, forced: None) -> None:
@@ -233,22 +318,31 @@ def test_a_grammar_masks_the_rows_of_looked_up_drafts(
 
     def outputs(**options: Any) -> tuple[list[Any], Engine]:
         engine = make_engine(tmp_path, **options)
+        if "mtp_depths" in options:
+            at_depth_0(engine)
         prompts = ["ab-11. ab-22. ab-11. left"] * len(given)
         made = engine.generate(prompts, list(given.values()))
         return [(one.new_token_ids, one.logprobs, one.finish_reason) for one in made], engine
 
     wanted, _ = outputs(mtp_step=0, max_batch=1)
-    for max_batch in (1, 4):
-        found, engine = outputs(lookup="auto", max_batch=max_batch, max_in_flight=max_in_flight)
+    depth_0 = {"max_batch": 1, "mtp_step": "auto", "mtp_depths": (0, 1)}
+    for sizes in ({"max_batch": 1}, {"max_batch": 4}, depth_0):
+        found, engine = outputs(lookup="auto", max_in_flight=max_in_flight, **sizes)
         assert found == wanted
         stats = engine.stats().speculation
         assert stats.lookup_accepted > stats.lookup_rounds
 
 
-def test_two_ranks_look_up_the_same_drafts(checkpoint: Path, forced: None) -> None:
+@pytest.mark.parametrize(("world", "max_batch"), [(2, 1), (2, 3), (4, 1)])
+def test_ranks_look_up_the_same_drafts(tmp_path: Path, forced: None, world: int, max_batch: int) -> None:
+    sizes = {"num_q_heads": 4, "num_kv_heads": 4, "num_value_heads": 4, "num_key_heads": 4}
+    write_checkpoint(tmp_path, **sizes)
+    with engine_of_ranks(tmp_path, 1, mtp_step=0) as engine:
+        wanted = run(engine, requests(), 0)
     shapes: list[RoundShape] = []
-    with engine_of_ranks(checkpoint, 2, lookup="auto", max_batch=1) as engine:
-        assert run(engine, requests(), 3, shapes) == plain(checkpoint)
+    with engine_of_ranks(tmp_path, world, lookup="auto", max_batch=max_batch) as engine:
+        assert run(engine, requests(), 3, shapes) == wanted
+        assert engine.stats().speculation.lookup_accepted > 0
     assert any(shape.verify == 15 for shape in shapes)
 
 

@@ -147,7 +147,7 @@ def test_quantised_rows_agree_with_the_cpus(directory: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_same_tokens_with_drafts_in_fp8(tmp_path: Path, family: str, dtype: str, compile: str) -> None:
-    """The MTP layer's linears and the draft's head; 20 requests read the target's head."""
+    """The MTP layer's linears and the draft's head, with few rows and with many."""
     directory = write_checkpoint(tmp_path, family)
     options = {"dtype": dtype, "compile": compile}
     torch._dynamo.reset()

@@ -37,6 +37,8 @@ BF16_SHAPES = [
     (333, 1001),
 ]
 FP8_SHAPES = [(1024, 2048), (2560, 9216), (5120, 6144), (34816, 5120), (300, 200)]
+# Row counts of persistent programs beyond 256: a row tile of 128 begins, is full, or overflows.
+MANY_ROWS = (257, 384, 385, 511, 512, 640, 1000, 1024)
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +99,8 @@ def test_fp8_values_are_exact() -> None:
     "n, k, fp8", [(*shape, False) for shape in BF16_SHAPES] + [(*shape, True) for shape in FP8_SHAPES]
 )
 def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int, fp8: bool) -> None:
-    x, weight, scale = make(512, n, k, fp8)
-    check_row_invariance(lambda m: linear(x[:m], weight, scale), [*range(1, 257), 384, 511], 512)
+    x, weight, scale = make(1024, n, k, fp8)
+    check_row_invariance(lambda m: linear(x[:m], weight, scale), [*range(1, 257), *MANY_ROWS], 1024)
     shuffled = torch.randperm(37, device="cuda")
     assert torch.equal(linear(x[:37][shuffled], weight, scale), linear(x[:37], weight, scale)[shuffled])
 
@@ -132,11 +134,11 @@ def test_one_step_has_the_bits_of_every_number_of_rows(
     [(7168, 1024, False), (18432, 2560, False), (34816, 5120, False), (34816, 5120, True), (88, 72, False)],
 )
 def test_gated_has_the_bits_of_one_after_the_other(n: int, k: int, fp8: bool) -> None:
-    x, weight, scale = make(257, n, k, fp8)
-    for rows in (1, 4, 16, 17, 32, 33, 64, 65, 128, 129, 257):
+    x, weight, scale = make(1024, n, k, fp8)
+    for rows in (1, 4, 16, 17, 32, 33, 64, 65, 128, 129, 257, 512, 1024):
         apart = silu_mul(linear(x[:rows], weight, scale))
         assert torch.equal(linear_silu_mul(x[:rows], weight, scale), apart), f"{rows} rows"
-    check_row_invariance(lambda m: linear_silu_mul(x[:m], weight, scale), range(1, 257), 257)
+    check_row_invariance(lambda m: linear_silu_mul(x[:m], weight, scale), [*range(1, 257), *MANY_ROWS], 1024)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +157,15 @@ def test_gated_has_the_bits_of_one_after_the_other(n: int, k: int, fp8: bool) ->
 )
 def test_programs_have_the_same_bits(n: int, k: int, fp8: bool) -> None:
     """1, 2, 4 and 8 programs and the norm add the K splits, for every number of rows."""
-    x, weight, scale = make(257, n, k, fp8)
-    residual = torch.randn(257, n, device="cuda").bfloat16()
+    x, weight, scale = make(1024, n, k, fp8)
+    residual = torch.randn(1024, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
     assert {count_partials(weight, rows) for rows in (1, 16, 17, 256)} <= set(part_counts(k, k))
     wanted = add_rms_norm(linear_partials(x, weight, scale, 1), residual, factor, 1e-6)
     exact = x.double() @ (weight.double() if scale is None else dequantize(weight, scale).double()).T
     assert rel_l2(linear_partials(x, weight, scale, 1)[0], exact) < 2 * rel_l2(exact.bfloat16(), exact)
     for count in part_counts(k, k):
-        for rows in range(1, 257):
+        for rows in (*range(1, 257), *MANY_ROWS):
             parts = linear_partials(x[:rows], weight, scale, count)
             got = add_rms_norm(parts, residual[:rows], factor, 1e-6)
             same = all(torch.equal(a, b[:rows]) for a, b in zip(got, wanted, strict=True))
@@ -194,8 +196,9 @@ def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
 
     For any number of rows the bits are those without it.
     """
-    x, weight, _ = make(256, n, k, False)
-    unaligned = torch.empty(256, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
+    most = 1024 if n < 100000 else 256
+    x, weight, _ = make(most, n, k, False)
+    unaligned = torch.empty(most, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
     most_parts = count_partials(weight, 256)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "logits": lambda rows: linear(rows, weight, None, True),
@@ -206,7 +209,7 @@ def test_descriptors_change_no_bit(kind: str, n: int, k: int) -> None:
     }
     call = calls[kind]
     wanted = call(unaligned)
-    for rows in range(1, 257) if n < 100000 else (1, 16, 17, 64, 65, 128, 129, 256):
+    for rows in (*range(1, 257), *MANY_ROWS) if n < 100000 else (1, 16, 17, 64, 65, 128, 129, 256):
         assert torch.equal(call(x[:rows]), wanted[:rows]), f"{rows} rows"
 
 

@@ -58,11 +58,11 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(n: int, k: int) -> No
 @pytest.mark.parametrize("n, k", [(34816, 5120), (16384, 5120), (5120, 17408), (2560, 9216)])
 def test_descriptors_change_no_bit(n: int, k: int) -> None:
     """Rows that do not begin at multiples of 16 bytes use the other kernel, and so do few rows."""
-    x, x_scale, weight, scale = make(600, n, k)
-    unaligned = torch.empty(600, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
+    x, x_scale, weight, scale = make(1024, n, k)
+    unaligned = torch.empty(1024, k + 1, dtype=x.dtype, device="cuda")[:, 1:].copy_(x)
     wanted = linear_w8a8(unaligned, x_scale, weight, scale)
     parts = linear_w8a8_partials(unaligned, x_scale, weight, scale, 4)
-    for rows in (1, 4, 16, 17, 32, 64, 65, 128, 129, 256, 257, 600):
+    for rows in (1, 4, 16, 17, 32, 64, 65, 128, 129, 192, 256, 257, 512, 600, 1024):
         given = (x[:rows], x_scale[:rows], weight, scale)
         assert torch.equal(linear_w8a8(*given), wanted[:rows]), rows
         assert torch.equal(linear_w8a8_partials(*given, 4), parts[:, :rows]), rows
@@ -70,17 +70,17 @@ def test_descriptors_change_no_bit(n: int, k: int) -> None:
 
 @pytest.mark.parametrize("n, k", SHAPES[:3])
 def test_programs_have_the_same_bits(n: int, k: int) -> None:
-    x, x_scale, weight, scale = make(257, n, k)
-    residual = torch.randn(257, n, device="cuda").bfloat16()
+    x, x_scale, weight, scale = make(512, n, k)
+    residual = torch.randn(512, n, device="cuda").bfloat16()
     factor = torch.randn(n, device="cuda").bfloat16()
 
     def run(rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         parts = linear_w8a8_partials(x[:rows], x_scale[:rows], weight, scale, count)
         return add_rms_norm(parts, residual[:rows], factor, 1e-6)
 
-    wanted = run(257, 1)
+    wanted = run(512, 1)
     for count in part_counts(k, k):
-        for rows in range(1, 257):
+        for rows in (*range(1, 257), 257, 384, 385, 512):
             got = run(rows, count)
             same = all(torch.equal(a, b[:rows]) for a, b in zip(got, wanted, strict=True))
             assert same, f"{rows} rows, {count} programs"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.cache import slot_state
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
+from compiled_mtp.rounds import drafters
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, requests, run
 from tests.engines import make_engine
@@ -104,7 +104,7 @@ def test_forced_drafts_from_the_text_change_no_token(
 ) -> None:
     from compiled_mtp.ops.find_drafts import kernel
 
-    monkeypatch.setitem(slot_state._INITIAL, "threshold", LEAST_MATCH)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
     monkeypatch.setattr(kernel, "RISE", -1)
     engine = gpu_engine(checkpoint, mtp_step=mtp_step, max_batch=max_batch, lookup="auto", **options)
     shapes: list[RoundShape] = []
@@ -113,3 +113,20 @@ def test_forced_drafts_from_the_text_change_no_token(
     stats = engine.stats().speculation
     assert 0 < stats.lookup_accepted < stats.lookup_drafted
     assert any(shape.verify == 15 for shape in shapes) == (max_batch < 9)
+
+
+@pytest.mark.parametrize("offload_gb", [0.0, None])
+def test_preempted_requests_keep_their_text(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, offload_gb: float | None
+) -> None:
+    from compiled_mtp.ops.find_drafts import kernel
+
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
+    monkeypatch.setattr(kernel, "RISE", -1)
+    sizes = {"max_batch": 4, "num_blocks": 7, "offload_gb": offload_gb, "compile": "off"}
+    engine = gpu_engine(checkpoint, lookup="auto", **sizes)
+    engine.scheduler._planner._admission.tokens_ahead = -400
+    assert run(engine, requests(), 1, arrivals=0.8) == plain(checkpoint, "off")
+    stats = engine.stats()
+    assert stats.offloads + stats.recomputes > 0
+    assert stats.speculation.lookup_accepted > 0

@@ -249,7 +249,7 @@ def test_the_key_holds_resolved_settings() -> None:
 def test_the_digest_covers_what_traced_code_imports() -> None:
     """It covers rooms below the step, and no room that only decides the launches."""
     names = [path.name for path in traced_paths()]
-    rooms = ["cache", "communicators", "gguf", "graphs", "models", "ops", "rounds", "vision"]
+    rooms = ["cache", "communicators", "files", "gguf", "graphs", "models", "ops", "rounds", "vision"]
     modules = ["errors.py", "model_config.py", "plan.py", "step.py", "step_output.py"]
     modules += ["program_maker.py", "programs.py", "static_inputs.py"]
     assert sorted(names) == sorted(rooms + modules)

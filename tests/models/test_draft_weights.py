@@ -13,7 +13,7 @@ import torch
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
-from compiled_mtp.models.weight_format import FP8, NO_FORMATS, Formats, four_bits
+from compiled_mtp.models.weight_format import FP8, NO_FORMATS, W8A8, Formats, four_bits
 from compiled_mtp.ops.fp8 import dequantize, quantize_weight
 from tests.checkpoints import write_checkpoint
 
@@ -82,7 +82,8 @@ def planned(
 def test_auto_is_decided_by_device_dtype_and_total_memory(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, layer = DraftPlan(None, True, True), DraftPlan(None, False, True)
+    both = DraftPlan(None, True, True, quantizes_rows=True)
+    layer = replace(both, has_fp8_head=False)
     on_gpu(monkeypatch, 79.2)
     assert planned(model) == both
     assert planned(model, dtype=torch.float32) == planned(model, device=CPU) == DraftPlan()
@@ -92,9 +93,13 @@ def test_auto_is_decided_by_device_dtype_and_total_memory(
     assert planned(model) == both
     on_gpu(monkeypatch, 18)
     assert planned(model) == layer
-    assert planned(model, "float8_e4m3fn") == planned(model, world=2) == both
+    assert planned(model, "float8_e4m3fn") == both
+    assert planned(model, world=2) == replace(both, world=2)
     # Without FP8 the rows would take twice as much.
-    assert planned(model, ids=(1, 2, 3)) == DraftPlan((1, 2, 3), True, True)
+    assert planned(model, ids=(1, 2, 3)) == replace(both, ids=(1, 2, 3))
+    # Such GPUs have no products of quantised rows.
+    on_gpu(monkeypatch, 79.2, (8, 9))
+    assert planned(model) == replace(both, quantizes_rows=False)
     on_gpu(monkeypatch, 79.2, (8, 0))
     assert planned(model) == DraftPlan()
     assert planned(model, ids=(1, 2)) == DraftPlan((1, 2))
@@ -111,12 +116,34 @@ def test_what_is_stored_in_few_bits_stays(model: ModelConfig, monkeypatch: pytes
     form = four_bits(128, torch.bfloat16)
     stored = {head: FP8, "mtp.layer.mixer.qkv.weight": form}
     plan = planned(model, formats=stored)
-    assert plan == DraftPlan(None, False, True)
+    assert plan == DraftPlan(None, False, True, quantizes_rows=True)
     formats = plan.formats(model, stored)
     assert formats["mtp.layer.mixer.qkv.weight"] is form
-    assert {name for name, kept in formats.items() if kept is FP8 and name != head} == {
-        "mtp.fc.weight",
-        "mtp.layer.mixer.o_proj.weight",
-        "mtp.layer.ffn.gate_up.weight",
-        "mtp.layer.ffn.down.weight",
-    }
+    others = {"fc", "layer.mixer.o_proj", "layer.ffn.gate_up", "layer.ffn.down"}
+    assert formats.keys() == {*stored, *(f"mtp.{name}.weight" for name in others)}
+
+
+def test_rows_are_quantised_where_they_are_whole_groups(model: ModelConfig) -> None:
+    sizes = {"hidden_size": 256, "num_q_heads": 4, "head_dim": 64, "intermediate_size": 384}
+    model = replace(model, **sizes)
+    plan = DraftPlan(None, True, True, quantizes_rows=True)
+
+    def quantised(plan: DraftPlan, model: ModelConfig) -> set[str]:
+        formats = plan.formats(model, NO_FORMATS)
+        assert all(form in (FP8, W8A8) for form in formats.values())
+        return {
+            name.removeprefix("mtp.").removesuffix(".weight") for name in formats if formats[name] is W8A8
+        }
+
+    every = {"fc", "layer.mixer.qkv", "layer.mixer.o_proj", "layer.ffn.gate_up", "layer.ffn.down"}
+    assert quantised(plan, model) == every
+    # Each of two ranks has 192 columns of down.
+    assert quantised(replace(plan, world=2), model) == every - {"layer.ffn.down"}
+    assert quantised(replace(plan, quantizes_rows=False), model) == set()
+    mixture = replace(model, num_experts=8, moe_intermediate_size=64)
+    assert quantised(plan, mixture) == every - {"layer.ffn.gate_up", "layer.ffn.down"}
+    mixture = replace(mixture, moe_intermediate_size=128)
+    assert quantised(plan, mixture) == every
+    head = torch.randn(300, 256)
+    assert plan.make_head(lambda rows: head, CPU).quantizes_rows
+    assert not plan.make_head(lambda rows: head[:, :200], CPU).quantizes_rows

@@ -16,7 +16,7 @@ from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import Formats, WeightFormat, coded_part
 from compiled_mtp.models.weights import check_weights, count_weights, load_weights, read_formats
-from compiled_mtp.ops.blocks import values
+from compiled_mtp.ops.blocks import KINDS, values
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import allocate, write_checkpoint
 from tests.gguf.test_tensors import SHAPES
@@ -148,4 +148,59 @@ def test_tokens_do_not_depend_on_depth_with_packed_embedding_and_head(tmp_path: 
     plainly = tokens_of(path, mtp_step=0)
     assert tokens_of(path, mtp_step=2) == plainly
     assert tokens_of(path, mtp_step=2, draft_vocab=64) == plainly
+    assert tokens_of(path, mtp_step=2, draft_dtype="float8_e4m3fn") == plainly
+
+
+# Mixtures whose experts are as wide as a super-block.
+EXPERTS: dict[str, Any] = SIZES | {"moe_intermediate_size": 256, "num_experts": 4}
+
+
+@pytest.mark.parametrize("name", ["moe", "next"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_experts_of_a_gguf_file_stay_packed(tmp_path: Path, name: str, is_fused: bool) -> None:
+    source = write_checkpoint(tmp_path / "source", **(EXPERTS | SHAPES[name]))
+    types = {"ffn_down_exps": Type.Q6_K, "_shexp": Type.Q8_0, "token_embd": Type.Q6_K}
+
+    def chosen(tensor: str) -> Type:
+        return next((kind for part, kind in types.items() if part in tensor), Type.Q4_K)
+
+    path = write_gguf(source, tmp_path / "model.gguf", chosen, fused_experts=is_fused)
+    config = read_model_config(path)
+    formats = read_formats(config, path, CPU, None)
+    stacks = {name: form.parts[0].name for name, form in formats.items() if form.parts and ".ffn." in name}
+    layers = ("layers.0", "layers.1", "mtp.layer")
+    wanted = {f"{layer}.ffn.gate_up": "Q4_K" for layer in layers}
+    assert stacks == wanted | {f"{layer}.ffn.down": "Q6_K" for layer in layers}
+    codes = loaded(path, formats)
+    plain = loaded(path, {name: form for name, form in formats.items() if name not in stacks})
+    for stack, kind in stacks.items():
+        words, scales = codes[stack], codes[f"{stack}_scale"]
+        assert words.dim() == 3
+        for expert in range(config.num_experts):
+            got = values(words[expert], scales[expert], KINDS[kind]).bfloat16()
+            assert torch.equal(got, plain[stack][expert]), (stack, expert)
+    needed = count_weights(config, read_stored(path), formats, torch.bfloat16, with_mtp=True)
+    assert needed <= sum(one.nbytes for one in codes.values())
+
+
+def test_experts_of_several_kinds_are_multiplied_out(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", **(EXPERTS | SHAPES["moe"]))
+    types = {"blk.0.ffn_up_exps": Type.Q6_K, "blk.1.ffn_down_exps": Type.Q5_0}
+
+    def chosen(tensor: str) -> Type:
+        return next((kind for part, kind in types.items() if part in tensor), Type.Q4_K)
+
+    path = write_gguf(source, tmp_path / "model.gguf", chosen)
+    formats = read_formats(read_model_config(path), path, CPU, None)
+    assert {name for name in formats if ".ffn." in name} == {
+        f"mtp.layer.ffn.{end}" for end in ("gate_up", "down", "shared_gate_up", "shared_down")
+    }
+
+
+@pytest.mark.parametrize("name", ["moe", "next"])
+def test_tokens_do_not_depend_on_depth_with_packed_experts(tmp_path: Path, name: str) -> None:
+    source = write_checkpoint(tmp_path / "source", **(EXPERTS | SHAPES[name]))
+    path = write_gguf(source, tmp_path / "model.gguf", medium)
+    plainly = tokens_of(path, mtp_step=0)
+    assert tokens_of(path, mtp_step=2) == plainly
     assert tokens_of(path, mtp_step=2, draft_dtype="float8_e4m3fn") == plainly

@@ -90,10 +90,12 @@ def arguments(
 
 def learnt(matched: int, threshold: int, mean: int, kept: int, verify: int) -> tuple[int, int]:
     """The threshold and the mean after a round."""
+    if not verify:
+        return threshold, mean
     if matched:
-        moved = threshold - 1 if 256 * kept >= min(mean, 256 * verify) else threshold + 2
+        moved = threshold - 1 if kept and 256 * kept >= min(mean, 256 * verify) else threshold + 2
         return min(max(moved, LEAST_MATCH), MOST_MATCH), mean
-    return threshold, mean + ((256 * kept - mean) // 8 if verify else 0)
+    return threshold, mean + (256 * kept - mean) // 8
 
 
 @pytest.mark.parametrize("function", [find_drafts, find_drafts.reference], ids=["cpu", "reference"])
@@ -120,7 +122,7 @@ def test_ten_thousand_texts(function: Any) -> None:
             if length < threshold:
                 length, wanted = 0, chain[row].tolist() + [0] * (drafts.shape[1] - chain.shape[1])
             assert got.drafts[row].tolist() == drafts[slot].tolist() == wanted, (seed, slot)
-            assert got.matches[row].tolist() == [matched, length]
+            assert got.matches[row].tolist() == [matched if verify else 0, length]
             assert [int(column[slot]) for column in lookup] == [length, threshold, mean]
             num_texts, num_looked_up = num_texts + 1, num_looked_up + (length > 0)
         assert not drafts[0].any()
@@ -170,9 +172,7 @@ def test_parts_of_a_text_change_no_result(interpreter: None, monkeypatch: pytest
 
     ids = [position * 7919 % 97 for position in range(4200)]
     for most in (1, 3, 64):
-        monkeypatch.setattr(kernel, "MOST_PARTS", 64)
         monkeypatch.setattr(kernel, "MOST_PROGRAMS", most)
-        monkeypatch.setattr(kernel, "LEAST_PARTS", 1)
         args = arguments([ids, ids[:50]], 3)
         check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
 
@@ -185,7 +185,7 @@ def test_the_cpu_computes_the_specification() -> None:
 
 def test_registration_and_compilation() -> None:
     args = arguments([[1, 2, 3] * 9, [4, 5]], 2)
-    check_registration(torch.ops.compiled_mtp.find_drafts.default, args)
+    check_registration(torch.ops.compiled_mtp.find_drafts.default, (*args, False))
     check_compiles(find_drafts, [args, arguments([[1, 2] * 9], 2, verify=None)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from compiled_mtp.ops.linear.config import LinearConfig, choose
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from compiled_mtp.ops import persistent_config, persistent_product
 from compiled_mtp.ops.linear import kernel as module
 from compiled_mtp.ops.linear.large_m_config import (
     MOST_SUM_REGISTERS,
@@ -28,6 +30,7 @@ from compiled_mtp.ops.linear.large_m_config import (
     row_class,
 )
 from compiled_mtp.ops.linear.large_m_kernel import launch_large_m
+from tests.ops import persistent_on_cpu
 from tests.ops.test_compile import TABLE, finish, start_compiler
 
 SHARED_BYTES = 227 * 1024
@@ -52,7 +55,10 @@ def ordered(rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[LargeMTile]:
-    """The operators take the interpreter for a GPU with a copy engine; gives the tiles that they launch."""
+    """The operators take the interpreter for a GPU with a copy engine; gives the tiles that they launch.
+
+    For more rows persistent programs run on the CPU too, without their own tile in the list.
+    """
     launched: list[LargeMTile] = []
 
     def launch(tile: LargeMTile, *rest: Any) -> torch.Tensor:
@@ -61,6 +67,12 @@ def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[LargeMTil
 
     monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
     monkeypatch.setattr(module, "launch_large_m", launch)
+    monkeypatch.setattr(
+        persistent_product, "device_of", lambda index: replace(HOPPER, has_dependent_launch=True)
+    )
+    persistent = persistent_on_cpu.Kernel(persistent_product.persistent_kernel)
+    monkeypatch.setattr(persistent_product, "persistent_kernel", persistent)
+    monkeypatch.setattr(persistent_config, "LEAST_PRODUCTS", 0)
     return launched
 
 
@@ -119,7 +131,10 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_have_the_same_bits_for_every_number_of_rows(hopper: list[LargeMTile], name: str) -> None:
-    """From 17 rows on, products use descriptors; with fewer rows, and with unaligned rows, they do not."""
+    """From 17 rows on, products use descriptors; with fewer rows, and with unaligned rows, they do not.
+
+    From 129 rows on programs are persistent.
+    """
     x, weight = ordered(256, 66, 512)
     call = CALLS[name]
     wanted = call(x, weight)
@@ -128,8 +143,8 @@ def test_operators_have_the_same_bits_for_every_number_of_rows(hopper: list[Larg
         hopper.clear()
         assert torch.equal(call(x[:rows], weight), wanted[:rows]), f"{rows} rows"
         heights += [tile.block_m for tile in hopper]
-        assert len(hopper) == (rows > 16)
-    assert heights == [64, 64, 128, 128]
+        assert len(hopper) == (16 < rows <= 128)
+    assert heights == [64, 64, 128]
     hopper.clear()
     unaligned = torch.empty(70, 513).bfloat16()[:, 1:].copy_(x[:70])
     assert torch.equal(call(unaligned, weight), wanted[:70])
@@ -226,8 +241,9 @@ def test_the_table_names_products_and_row_classes() -> None:
 def test_one_class_of_products() -> None:
     """Every tile multiplies by warp-group instructions, without spills."""
     found = finish(start_compiler([90], ["linear"], "--products"))
-    large = {key: products for key, products in found.items() if key.startswith("linear/large_m-")}
-    assert len(large) > 10
+    names = ("linear/large_m-", "linear/persistent-")
+    large = {key: products for key, products in found.items() if key.startswith(names)}
+    assert all(sum(key.startswith(name) for key in large) > 5 for name in names)
     assert all(set(products) == {"HGMMA"} for products in large.values()), large
     for recorded in json.loads(TABLE.read_text()).values():
         kept = {key: row["stack_bytes"] for key, row in recorded.items() if key in large}

@@ -22,6 +22,7 @@ from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory import (
     CacheShape,
     MemoryPlan,
+    cache_shape,
     default_max_batch,
     length_bytes,
     limits_of,
@@ -53,6 +54,8 @@ SHAPE_27B = CacheShape(
     conv_bytes=2,
     ring_length=8,
 )
+
+MIB = 2**20
 
 
 def test_bytes_of_a_released_shape() -> None:
@@ -306,7 +309,19 @@ def test_what_decides_max_batch_before_memory() -> None:
     assert resolve_max_batch(spec_of(batch_sizes=(1, 12)), 1 << 20) == 12
 
 
-MIB = 2**20
+def test_rings_for_fifteen_drafts_are_those_of_few_slots() -> None:
+    """More slots by default do without them: they would cost slots, and only single requests use them."""
+    plain, spec = spec_of(), spec_of(lookup="auto")
+    assert [spec.for_batch(batch).max_drafts for batch in (1, 8, 9, 32)] == [15, 15, 5, 5]
+    assert plain.for_batch(8) is plain
+    assert plain.for_batch(32) is plain
+    narrow, wide = cache_shape(spec.for_batch(32)), cache_shape(spec)
+    assert (narrow.ring_length, wide.ring_length) == (16, 32)
+    # The least memory for 32 slots has no room for as many with the longer rings.
+    least = next(size for size in range(MIB, 1 << 32, MIB) if resolve_max_batch(spec, size) == 32)
+    config = spec.config
+    numbers = {"block_size": config.block_size, "max_model_len": spec.max_model_len}
+    assert default_max_batch(int(least * config.memory_utilization), wide, **numbers) < 32
 
 
 def write_group(folder: Path, limit: str, use: int, active: int, inactive: int, version: int = 2) -> None:

@@ -108,7 +108,8 @@ def names_of(node: ast.AST, made_of: dict[str, set[str]], with_loads: bool = Tru
 
 
 class Settle(ast.NodeTransformer):
-    """Replaces `if RESIDENT`, `if not RESIDENT` and `if X and RESIDENT` by the branch of one value."""
+    """Replaces `if RESIDENT`, `if not RESIDENT` and `if X and RESIDENT` by the branch of one value; EARLY is
+    true."""
 
     def __init__(self, resident: bool) -> None:
         self.resident = resident
@@ -116,7 +117,7 @@ class Settle(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
         terms = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
-        values = {"RESIDENT": self.resident, "not RESIDENT": not self.resident}
+        values = {"RESIDENT": self.resident, "not RESIDENT": not self.resident, "not EARLY": False}
         known = [values[text] for text in map(ast.unparse, terms) if text in values]
         if not known:
             return node
@@ -198,6 +199,8 @@ class Recorder(TorchDispatchMode):
 
     def check(self, name: str, launch: Launch, given: dict[str, Any]) -> None:
         """Check that the launch numbered `launches` touches early only data older than the last fence."""
+        if launch.early_if and not given.get(launch.early_if, True):
+            return
         for argument in {*launch.reads_early, *launch.stores_early}:
             value = given[argument]
             if not isinstance(value, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,10 @@ def history(bench_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_edits_take_fewer_rounds_with_lookup(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_engine.main([*FLAGS, "--pairs=2", "--rates=2.6"])
+    bench_engine.main([*FLAGS, "--texts=2", "--rates=2.6"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (line["kind"], line["texts"], line["only_insertions"]) == ("edits", 2, 0)
+    assert (line["max_drafts"], line["only_insertions"]) == (15, 0)
+    assert {(row["kind"], row["batch"], row["texts"]) for row in line["rows"]} == {("edits", 1, 2)}
     assert line["added_lines"] > line["removed_lines"]
     rows = {(row["chain"], row["lookup"]): row for row in line["rows"]}
     assert rows.keys() == {("none", "auto"), ("2.6", "off"), ("2.6", "auto")}
@@ -39,7 +41,7 @@ def test_edits_take_fewer_rounds_with_lookup(bench_engine: Any, capsys: pytest.C
 
 
 def test_prose_may_use_the_models_own_chain(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_engine.main([*FLAGS, "--kind=prose", "--pairs=1", "--own-chain", "--most-tokens=40"])
+    bench_engine.main([*FLAGS, "--kind=prose", "--texts=1", "--own-chain", "--most-tokens=40"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["chain"] for row in line["rows"]] == ["none", "own", "own"]
     assert all(row["tokens_per_round"] >= 1.0 for row in line["rows"])
@@ -53,13 +55,37 @@ def test_nothing_is_printed_for_other_tokens(
     # Outputs that nothing forces.
     monkeypatch.setattr(scenario, "Admit", SimpleNamespace)
     with pytest.raises(SystemExit, match="error: the output is not the forced one"):
-        bench_engine.main([*FLAGS, "--pairs=1"])
+        bench_engine.main([*FLAGS, "--texts=1"])
     assert capsys.readouterr().out == ""
 
 
-def test_a_chains_rate_gives_its_tokens_per_round(bench_engine: Any) -> None:
-    from engine_scenarios.lookup import rate_of
+def test_several_texts_at_a_time_decode_a_part_of_each_output(
+    bench_engine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--kind=edits,random", "--texts=2", "--batch=2", "--most-output=40", "--rates=2.6"]
+    bench_engine.main([*FLAGS, *given])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["kind"] for row in rows] == ["edits"] * 3 + ["random"] * 3
+    found = {(row["kind"], row["chain"], row["lookup"]): row for row in rows}
+    assert found["random", "2.6", "off"]["rounds"] == found["random", "2.6", "auto"]["rounds"]
+    assert found["random", "none", "auto"]["rounds"] == 2 * 39
 
-    for tokens, depth in ((2.6, 3), (3.7, 3), (3.3, 7)):
-        rate = rate_of(tokens, depth)
-        assert sum(rate**k for k in range(depth + 1)) == pytest.approx(tokens)
+
+def test_edits_are_saved_and_read(
+    bench_engine: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engine_scenarios.lookup as scenario
+
+    file = tmp_path / "edits.jsonl"
+    bench_engine.main([*FLAGS, "--texts=2", f"--save-edits={file}"])
+    saved = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert saved["edits"] == 2
+    # Without a history.
+    monkeypatch.setattr(scenario, "git", None)
+    bench_engine.main([*FLAGS, "--texts=2", "--rates=2.6", f"--edits={file}"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [line[name] for name in ("added_lines", "removed_lines")] == [
+        saved[name] for name in ("added_lines", "removed_lines")
+    ]
+    with pytest.raises(SystemExit, match="error: there are 2 such edits; lower --texts"):
+        bench_engine.main([*FLAGS, "--texts=3", f"--edits={file}"])

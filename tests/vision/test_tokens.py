@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from compiled_mtp.engine import Engine
+from compiled_mtp.ops.find_drafts import LEAST_MATCH, cpu
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.rounds import drafters
 from compiled_mtp.runner.memory import vision_bytes
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.vision.positions import rotary_positions
@@ -79,6 +81,29 @@ def test_greedy_tokens_are_those_of_transformers(family: str, request: pytest.Fi
 def test_mixed_traffic(dense: Path, mtp_step: Any, options: dict[str, Any]) -> None:
     engine = engine_with_images(dense, mtp_step=mtp_step, **options)
     assert decode_mixed(engine, 1) == plain_streams(dense)
+
+
+def test_drafts_from_texts_with_images(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pads of images are neither matched nor drafted, and the text on both sides of an image is."""
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
+    monkeypatch.setattr(cpu, "RISE", -1)
+    params = SamplingParams(max_tokens=24, seed=5, ignore_eos=True, logprobs=1, allowed_token_ids=[5, 6])
+    prompts = {str(n): make_prompt(SIZES[n], n, pad_of(dense), least_text=3) for n in (1, 2, 5)}
+    found = []
+    for options in ({"mtp_step": 0, "max_batch": 1}, {"lookup": "auto", "max_batch": 1}, {"lookup": "auto"}):
+        engine = engine_with_images(dense, **options)
+        made: dict[str, list[Any]] = {name: [] for name in prompts}
+        for name, (ids, images) in prompts.items():
+            add(engine, name, ([5, 6, 5, 6, *ids, 6, 5, 6], images), params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                made[output.request_id] += zip(output.new_token_ids, output.logprobs or (), strict=True)
+        found.append(made)
+    assert found[0] == found[1] == found[2]
+    assert engine.stats().speculation.lookup_accepted > 0
+    text = engine.runner.step.slots.token_ids
+    assert text is not None
+    assert (text < 0).any()
 
 
 def test_mixed_traffic_of_experts(moe: Path) -> None:

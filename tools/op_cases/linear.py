@@ -223,8 +223,8 @@ def launches(capability: int) -> Iterator[LaunchCase]:
 
 
 def large_m_cases() -> Iterator[LaunchCase]:
-    """Yield each measured large-M product at each tile height, the head, and weight shards."""
-    products: dict[str, tuple[int, ...]] = dict.fromkeys(read_large_m_table(), (20, 100, 200))
+    """Yield each measured large-M product at each tile height and with many rows, the head, and shards."""
+    products: dict[str, tuple[int, ...]] = dict.fromkeys(read_large_m_table(), (20, 100, 200, 1000))
     more = (f"{HEAD_ROWS}x5120 logits", "5120x2176 parts1", "4352x5120 gated")
     products |= dict.fromkeys(more, (20, 100))
     for name, heights in products.items():

@@ -88,8 +88,11 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         (20, 16384, 5120, (0,)),
         (200, 34816, 5120, (0,)),
         (2048, 34816, 5120, (0,)),
+        # More rows than persistent programs have.
+        (5000, 34816, 5120, (0,)),
         (100, 5120, 6144, (1, 2, 4, 8)),
-        (2048, 5120, 17408, (0,)),
+        (200, 5120, 17408, (4,)),
+        (5000, 5120, 17408, (0,)),
     ):
         for count in counts:
             call = functools.partial(w8a8_product, rows=rows, n=n, k=k, count=count)

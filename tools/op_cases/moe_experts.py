@@ -1,7 +1,8 @@
-"""Cases of `moe_experts`, `moe_experts_w4a16` and `moe_experts_w8a8`: the block after the router.
+"""Cases of `moe_experts`, `moe_experts_blocks`, `moe_experts_w4a16` and `moe_experts_w8a8`: the block after
+the router.
 
 --set prefill=1 for a prompt's rows; of four-bit weights group=32 or 64 for smaller groups, and shared=1 for a
-plain shared expert.
+plain shared expert; codes=1 for scaled codes alone, in the pairs of kinds of KIND_PAIRS.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.ops.blocks import KINDS, UNIT
 from compiled_mtp.ops.int4 import pack_groups
 from compiled_mtp.ops.moe_experts import (
     moe_experts,
+    moe_experts_blocks,
     moe_experts_w4a16,
     moe_experts_w8a8,
     moe_hidden,
@@ -45,6 +48,11 @@ from op_cases import (
 )
 
 MAX_RELATIVE_ERROR = 4e-3
+# Kinds of scaled codes of gate and up, and of down.
+KIND_PAIRS = (
+    *(("Q4_K", "Q6_K"), ("Q5_K", "Q5_K"), ("Q8_0", "Q4_0")),
+    *(("IQ4_XS", "IQ4_XS"), ("MXFP4", "Q8_0"), ("NVFP4", "NVFP4")),
+)
 # Rows are quantised again between the two products: values halfway between two steps may round either way.
 MAX_QUANTISED_ERROR = 4e-2
 
@@ -120,6 +128,51 @@ def four_bit_inputs(
     return x, weights, ids, gate_up, down, gate_up_scale, down_scale, *shared, prefill
 
 
+def block_inputs(
+    device: Any,
+    seed: int | None,
+    shape: ModelShape,
+    rows: int,
+    kinds: tuple[str, str] = KIND_PAIRS[0],
+    prefill: bool = False,
+) -> tuple[Any, ...]:
+    """Arguments of moe_experts_blocks, with experts of two kinds: gate and up, and down."""
+    source = Source(device, seed)
+    width, inner = shape.hidden, shape.expert_intermediate
+
+    def weight(n: int, k: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        form = KINDS[kind]
+        words = torch.empty(shape.experts, n, k // UNIT * form.words, dtype=INT16, device=device)
+        scales = torch.empty(shape.experts, form.units(k), n, form.fields, dtype=INT16, device=device)
+        if seed is not None:
+            words.random_(-(1 << 15), 1 << 15, generator=source.generator)
+            # Small numbers, whatever the bits mean.
+            scales.view(torch.uint8).random_(0x0C, 0x11, generator=source.generator)
+        return words, scales
+
+    x, weights = source.normal(rows, width, dtype=BF16), source.uniform(rows, shape.top_k + 1)
+    ids = tensor(device, *weights.shape, dtype=INT32) if seed is None else routing(shape, rows).to(device)
+    sizes = ((2 * inner, width), (width, inner))
+    gate_up, down = (weight(*size, kind) for size, kind in zip(sizes, kinds, strict=True))
+    shared = [(source.normal(n, k) * k**-0.5).to(BF16) for n, k in sizes]
+    return x, weights, ids, gate_up[0], down[0], gate_up[1], down[1], *shared, *kinds, prefill
+
+
+def block_case(shape: ModelShape, rows: int, kinds: tuple[str, str], prefill: bool, count: int) -> OpCase:
+    """Experts in scaled codes, of which `count` distinct ones are read, the plain shared one included."""
+    numbers = shape.hidden * shape.expert_intermediate
+    bits = [KINDS[kind].bits_per_value for kind in kinds]
+    size = int(numbers * (2 * bits[0] + bits[1]) / 8)
+    make = functools.partial(block_inputs, shape=shape, rows=rows, kinds=kinds, prefill=prefill)
+    return OpCase(
+        label=f"{count} distinct experts {' and '.join(kinds)}",
+        make_inputs=make,
+        call=moe_experts_blocks,
+        bytes_moved=(count - 1) * size + 6 * numbers + 4 * rows * shape.hidden,
+        check=functools.partial(check_reference, moe_experts_blocks, most=MAX_RELATIVE_ERROR),
+    )
+
+
 def four_bit_case(shape: ModelShape, rows: int, settings: Mapping[str, int], count: int) -> OpCase:
     """Four-bit weights, of which `count` distinct experts are read."""
     group, is_shared_plain = settings.get("group", 128), bool(settings.get("shared", 0))
@@ -146,6 +199,8 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
         raise ValueError(f"shape must be a mixture of experts, got {shape.name}; try 35b-a3b")
     chosen = routing(shape, rows).unique()
     prefill = bool(settings.get("prefill", 0))
+    if settings.get("codes", 0):
+        return [block_case(shape, rows, kinds, prefill, len(chosen)) for kinds in KIND_PAIRS]
     result = [four_bit_case(shape, rows, settings, len(chosen))]
     for fp8 in (False, True) if settings.get("fp8", 1) else (False,):
         size = 3 * shape.hidden * shape.expert_intermediate * (1 if fp8 else 2)
@@ -246,6 +301,12 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             )
             label = f"{name}-int4-g{group}{'-plain-shared' if is_shared_plain else ''}"
             yield launch(label, moe_experts_w4a16, inputs)
+    for name, rows, pairs in (("decode", ROWS, KIND_PAIRS), ("prefill", PREFILL_ROWS, KIND_PAIRS[:1])):
+        for kinds in pairs:
+            inputs = functools.partial(
+                block_inputs, shape=SHAPES["35b-a3b"], rows=rows, kinds=kinds, prefill=name == "prefill"
+            )
+            yield launch(f"{name}-{'-'.join(kinds)}", moe_experts_blocks, inputs)
     shards = functools.partial(expert_shards, rows=PREFILL_ROWS, is_fp8=False)
     yield LaunchCase("halves", shards)
     for name, is_shared_plain in (("halves-int4", False), ("halves-int4-plain-shared", True)):

@@ -169,3 +169,12 @@ def decode_part(codes, fields, row, magic, PART: tl.constexpr, WIDTH: tl.constex
         tiny = ((code & 8) << 28) | ((code & 7) << 22)
         value = tiny.to(tl.float32, bitcast=True) * 8.507059173023462e37 * s
     return value.to(tl.bfloat16)
+
+
+@triton.jit
+def factor_of(last_unit_at, row, KIND: tl.constexpr):
+    """The float32 factors [BN] of rows, in the unit behind the last; zeros for kinds without any."""
+    if KIND == "NVFP4":
+        return tl.load(last_unit_at + row).to(tl.float32, bitcast=True)
+    else:
+        return tl.zeros(row.shape, tl.float32)

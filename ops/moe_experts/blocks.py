@@ -1,0 +1,93 @@
+"""The specification of experts in scaled codes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.moe_experts.halves import Ids, Weights
+from compiled_mtp.ops.numerics import silu
+from compiled_mtp.ops.registry import operator
+from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
+
+BF16, I16 = torch.bfloat16, torch.int16
+_STACK = Remedy("stack what ops.blocks.pack gives for each expert")
+_SCALES = Remedy("stack what ops.blocks.pack_scales gives for each expert")
+_SHARED = Remedy("pass the shared expert's weights in bfloat16")
+
+
+def _fits(name: str, kind: str, rows: int, columns: int, words: int, units: int, fields: int) -> None:
+    if kind not in KINDS:
+        raise fail(f"{name}_kind", f"be one of {', '.join(KINDS)}", kind, "multiply the experts out")
+    form = KINDS[kind]
+    if columns % UNIT or columns // UNIT * form.words != words or rows % ROWS:
+        rule = f"have {form.words} words per {UNIT} of {columns} columns, and a multiple of {ROWS} rows"
+        raise fail(name, rule, [rows, words], _STACK.text)
+    if (form.units(columns), form.fields) != (units, fields):
+        rule = f"have {form.units(columns)} units of {form.fields} numbers"
+        raise fail(f"{name}_scale", rule, f"{units} of {fields}", _SCALES.text)
+
+
+def _experts_fit(
+    gate_up_kind: str,
+    down_kind: str,
+    H: int,
+    J: int,
+    W: int,
+    V: int,
+    G: int,
+    D: int,
+    S: int,
+    T: int,
+) -> None:
+    _fits("gate_up", gate_up_kind, 2 * J, H, W, G, S)
+    _fits("down", down_kind, H, J, V, D, T)
+
+
+@operator(check=_experts_fit, fake=lambda x: torch.empty_like(x))
+def moe_experts_blocks(
+    x: Annotated[Tensor, "M H", BF16],
+    weights: Weights,
+    ids: Ids,
+    gate_up: Annotated[Tensor, "E 2*J W", I16, CONTIGUOUS, _STACK],
+    down: Annotated[Tensor, "E H V", I16, CONTIGUOUS, _STACK],
+    gate_up_scale: Annotated[Tensor, "E G 2*J S", I16, CONTIGUOUS, _SCALES],
+    down_scale: Annotated[Tensor, "E D H T", I16, CONTIGUOUS, _SCALES],
+    shared_gate_up: Annotated[Tensor, "2*J H", BF16, CONTIGUOUS, _SHARED],
+    shared_down: Annotated[Tensor, "H J", BF16, CONTIGUOUS, _SHARED],
+    gate_up_kind: str,
+    down_kind: str,
+    prefill: bool = False,
+) -> Annotated[Tensor, "M H", BF16]:
+    """sum over slots of weights * down_e(silu(gate_e x) * up_e x), with routed experts in scaled codes.
+
+    x [M, H], rows at any stride; weights, ids [M, slots]: of moe_router, where id E is the shared expert,
+    whose weights are plain. gate_up, down and their scales: what ops.blocks packs for each of E experts, of
+    the kinds gate_up_kind and down_kind. prefill: the rows are a prompt's. Returns [M, H] bfloat16. The bits
+    of a row depend on that row, its experts and their weights alone, for every M.
+
+    A value is one float32 number, rounded once to bfloat16; a factor per row (NVFP4) multiplies its sum.
+    Hidden values are rounded to bfloat16, and sums over slots are in float32, in the slots' order.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for row, experts in enumerate(ids.tolist()):
+        for slot, expert in enumerate(experts):
+            both = _multiply(x[row].float(), gate_up, gate_up_scale, gate_up_kind, shared_gate_up, expert)
+            gate, up = both.chunk(2)
+            hidden = (silu(gate) * up).bfloat16().float()
+            found = _multiply(hidden, down, down_scale, down_kind, shared_down, expert)
+            total[row] += weights[row, slot] * found
+    return total.bfloat16()
+
+
+def _multiply(x: Tensor, stack: Tensor, scales: Tensor, kind: str, shared: Tensor, expert: int) -> Tensor:
+    if expert == len(stack):
+        return F.linear(x, shared.float())
+    found, factor = products(stack[expert], scales[expert], KINDS[kind])
+    y = F.linear(x, found.bfloat16().float())
+    return y if factor is None else y * factor

@@ -1,0 +1,131 @@
+"""moe_experts_blocks: experts in scaled codes against a float64 loop over their values, and equal bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_mtp.ops.blocks import KINDS, products
+from compiled_mtp.ops.moe_experts import moe_experts_blocks
+from compiled_mtp.ops.moe_experts.blocks_kernel import launch_tiles
+from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles
+from tests.ops.harness import check_compiles, poisoned_allocations
+from tests.ops.test_linear_blocks import scaled_codes
+from tests.ops.test_moe_experts import loop_float64, relative_error, routing
+
+Case = dict[str, Any]
+# Pairs of kinds: that of gate and up, and that of down.
+KIND_PAIRS = (
+    *(("Q4_K", "Q6_K"), ("Q5_K", "Q5_K"), ("Q8_0", "Q4_0")),
+    *(("IQ4_XS", "IQ4_XS"), ("MXFP4", "Q8_0"), ("NVFP4", "NVFP4")),
+)
+
+
+def case_of(
+    rows: int, experts: int, top_k: int, width: int, inner: int, kinds: tuple[str, str] = ("Q4_K", "Q6_K")
+) -> Case:
+    """Arguments by name; the last expert is the shared one, which is plain."""
+    torch.manual_seed(rows + width + inner)
+    weights, ids = routing(rows, experts, top_k)
+    case: Case = {"x": torch.randn(rows, width).bfloat16(), "weights": weights, "ids": ids}
+    sizes = {"gate_up": (2 * inner, width, kinds[0]), "down": (width, inner, kinds[1])}
+    for name, (n, k, kind) in sizes.items():
+        stack = [scaled_codes(kind, n, k) for _ in range(experts)]
+        case[name] = torch.stack([words for words, _, _ in stack])
+        case[f"{name}_scale"] = torch.stack([scales for _, scales, _ in stack])
+        case[f"shared_{name}"] = (torch.randn(n, k) * k**-0.5).bfloat16()
+        case[f"{name}_kind"] = kind
+    return case
+
+
+def values_of(case: Case, name: str) -> torch.Tensor:
+    """The values of all experts as products take them, the shared one last."""
+    values = []
+    for words, scales in zip(case[name], case[f"{name}_scale"], strict=True):
+        found, factor = products(words, scales, KINDS[case[f"{name}_kind"]])
+        found = found.bfloat16().double()
+        values.append(found if factor is None else found * factor[:, None].double())
+    return torch.stack([*values, case[f"shared_{name}"].double()])
+
+
+def exact(case: Case) -> torch.Tensor:
+    stacks = [values_of(case, name) for name in ("gate_up", "down")]
+    return loop_float64(case["x"], case["weights"], case["ids"], *stacks)
+
+
+def first_rows(case: Case, rows: int) -> Case:
+    return case | {name: case[name][:rows].contiguous() for name in ("x", "weights", "ids")}
+
+
+@pytest.mark.parametrize("kinds", KIND_PAIRS, ids=[" and ".join(pair) for pair in KIND_PAIRS])
+def test_kernel_in_interpreter(interpreter: None, kinds: tuple[str, str]) -> None:
+    """Few rows and a prompt's; padded rows of any stride."""
+    case = case_of(5, 3, 2, 256, 128, kinds)
+    wide = torch.full((5, 264), float("nan")).bfloat16()
+    wide[:, :256] = case["x"]
+    for prefill in (False, True):
+        with poisoned_allocations():
+            got = moe_experts_blocks.launch(**case | {"x": wide[:, :256], "prefill": prefill})
+        assert relative_error(got, exact(case)) < 5e-3
+    assert relative_error(moe_experts_blocks(**case), exact(case)) < 5e-3
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_rows_do_not_depend_on_their_company_in_interpreter(interpreter: None, prefill: bool) -> None:
+    """Experts with no pair, one pair, and with many, in tiles of 16, 32 and 64 pairs."""
+    case = case_of(33, 3, 2, 128, 512) | {"prefill": prefill}
+    case["ids"][:, 0] = 0
+    case["ids"][:, 1] = torch.where(torch.arange(33) % 16 == 0, 1, 3).int()
+    with poisoned_allocations():
+        whole = moe_experts_blocks.launch(**case)
+        assert relative_error(whole, exact(case)) < 5e-3
+        for rows in (1, 17):
+            got = moe_experts_blocks.launch(**first_rows(case, rows))
+            assert torch.equal(got, whole[:rows]), rows
+
+
+def arguments(case: Case) -> Any:
+    """The record that a kernel's launch takes."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        launch = "compiled_mtp.ops.moe_experts.blocks_kernel.launch_tiles"
+        patch.setattr(launch, lambda config, args: found.append(args))
+        moe_experts_blocks.launch(**case)
+    return found[0]
+
+
+def test_tiles_have_the_same_bits_in_interpreter(interpreter: None) -> None:
+    args = arguments(case_of(4, 2, 1, 128, 512))
+    whole = launch_tiles(W4A16Tiles(16, 64, 64, 2, 4), args)
+    for tiles in (W4A16Tiles(32, 128, 128, 4, 3), W4A16Tiles(16, 256, 64, 4, 2)):
+        assert torch.equal(launch_tiles(tiles, args), whole), tiles
+
+
+def test_registration_and_compile() -> None:
+    kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    case = case_of(3, 2, 2, 128, 128)
+    names = ("x", "weights", "ids", "gate_up", "down", "gate_up_scale", "down_scale")
+    names += ("shared_gate_up", "shared_down", "gate_up_kind", "down_kind")
+    args = (*(case[name] for name in names), False)
+    torch.library.opcheck(moe_experts_blocks.overload, args, test_utils=kinds)
+    check_compiles(moe_experts_blocks, [args])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 128)}, "x must have dtype"),
+        ({"down_kind": "Q2_K"}, "down_kind must be one of Q4_K"),
+        ({"down_kind": "Q4_K"}, "down must have 32 words per 128 of 128 columns"),
+        (
+            {"gate_up_scale": torch.zeros(2, 3, 256, 5).short()},
+            "gate_up_scale must have 1 units",
+        ),
+        ({"shared_down": torch.zeros(128, 64).bfloat16()}, "must have shape"),
+    ],
+)
+def test_errors_name_the_argument_that_does_not_fit(change: Case, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moe_experts_blocks(**case_of(3, 2, 2, 128, 128) | change)
