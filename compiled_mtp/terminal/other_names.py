@@ -124,11 +124,14 @@ OTHER_NAMES: Mapping[str, str] = {
 def remedy_for(word: str, known: Collection[str]) -> str | None:
     """Return what to do about an unknown word of the command line, if that is known.
 
-    known: the flags of the command. A word that is no flag is taken for the model, as other servers take it.
+    known: the flags of the command. A path is taken for the model, which other servers take without a flag.
     """
     flag, _, _ = word.partition("=")
     if not flag.startswith("-"):
-        return f"pass the model as --model {word}" if "--model" in known else None
+        is_path = "/" in word or word.endswith(".gguf")
+        if is_path and "--model" in known:
+            return f"pass the model as --model {word}"
+        return "put quotes around a value of several words"
     other = OTHER_NAMES.get(flag)
     if other is not None and not other.startswith("-"):
         return other

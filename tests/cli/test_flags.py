@@ -27,6 +27,7 @@ from tests.cli.fakes import FakeEngine, made, run_main
         ),
         (["--echo", " "], "error: unrecognized arguments: --echo  ; --help lists the flags"),
         (["--top-k=-1", " "], "error: unrecognized arguments:  ; --help lists the flags"),
+        (["--stop", "a", "b"], "error: unrecognized arguments: b; put quotes around a value of several"),
         (["-hf", "a/b"], "error: unrecognized arguments: -hf; -hf is --model here"),
         (
             ["--top-k=-1", "Qwen/Qwen3.5-4B"],
