@@ -375,11 +375,25 @@ def test_a_released_slot_is_searched_by_no_later_request(checkpoint: Path, force
     assert torch.equal(slots.matched, torch.zeros_like(slots.matched))
 
 
-def test_scores_are_those_of_decoding_with_lookup(checkpoint: Path, forced: None) -> None:
-    """Given tokens are the drafts of their rounds; other requests beside them still look theirs up."""
+@pytest.mark.parametrize("depths", [None, (0, 1)])
+def test_scores_are_those_of_decoding_with_lookup(
+    checkpoint: Path, forced: None, depths: tuple[int, ...] | None
+) -> None:
+    """Given tokens are the drafts of their rounds; other requests beside them still look theirs up.
+
+    At depth 0 wide rounds have the shape of rounds of given tokens.
+    """
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=2, ignore_eos=True, allowed_token_ids=[5, 6])
     params = params.model_copy(update={"logprobs": 1})
-    engine = make_engine(checkpoint, lookup="auto", scoring=True, max_batch=2)
+    engine = make_engine(
+        checkpoint,
+        lookup="auto",
+        scoring=True,
+        max_batch=2,
+        **({} if depths is None else {"mtp_step": "auto", "mtp_depths": depths}),
+    )
+    if depths is not None:
+        at_depth_0(engine)
     prompt = [5, 6, 6] * 9
     (decoded,) = engine.generate([prompt], params)
     (scored,) = engine.score([prompt], [decoded.new_token_ids], params)
