@@ -190,8 +190,8 @@ def multiply_units(
         mbarrier.wait(full.index(stage), phase)
         own = words.index(stage * GROUPS + GROUP)
         own_above = above.index(stage * GROUPS + GROUP)
-        x = shared_x.index(stage)
-        total = add_unit(own, own_above, x, fields, in_block, total, layout, WIDTH, FIELDS, KIND, PARTS)
+        own_x = shared_x.index(stage)
+        total = add_unit(own, own_above, own_x, fields, in_block, total, layout, WIDTH, FIELDS, KIND, PARTS)
         mbarrier.arrive(empty.index(stage), count=1)
         stage = stage + 1
         if stage == STAGES:

@@ -22,7 +22,8 @@ Scale = Annotated[Tensor, "(N+127)//128 (K+127)//128", F32, Remedy("pass one sca
 # No kernel writes the weight. The kernels are fences, because they let the next kernel start only after their
 # wait: measured, two waiting kernels of this size slow down a third.
 LAUNCHES = tuple(
-    Launch(kernel, reads_early=("weight",), is_fence=True) for kernel in ("linear_kernel", "large_m_kernel")
+    Launch(kernel, reads_early=("weight",), is_fence=True)
+    for kernel in ("linear_kernel", "large_m_kernel", "persistent_kernel")
 )
 # No fence: the next kernel loads its weights while this one waits, and shared memory has room for both.
 RESIDENT_LAUNCHES = (Launch("resident_kernel", reads_early=("weight",)),)

@@ -22,7 +22,7 @@ Factors = Annotated[Tensor, "(N+127)//128 K//128", F32, Remedy("pass one factor 
 # Fences, as linear's kernels are.
 LAUNCHES = tuple(
     Launch(kernel, reads_early=("weight",), is_fence=True)
-    for kernel in ("linear_w8a8_kernel", "large_m_w8a8_kernel")
+    for kernel in ("linear_w8a8_kernel", "large_m_w8a8_kernel", "persistent_kernel")
 )
 
 

@@ -235,7 +235,7 @@ def test_registrations():
     torch.library.opcheck(torch.ops.compiled_mtp.paged_attention.default, (*args, None, None))
     args = make_qk(5, 8, 2, 256, dtype=torch.bfloat16, device="cuda")
     args[6].zero_()
-    torch.library.opcheck(torch.ops.compiled_mtp.qk_norm_rope_kv_write.default, tuple(args))
+    torch.library.opcheck(torch.ops.compiled_mtp.qk_norm_rope_kv_write.default, (*args, 0, 0))
 
 
 @pytest.mark.parametrize("shape", [*HEADS, *SMALL])

@@ -37,9 +37,9 @@ from tests.engines import make_engine
 OPS = Path(__file__).parents[2] / "ops"
 # Arguments of kernels that are neither tensors nor named *_stride.
 NUMBERS = {
-    "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
-    "num_programs", "num_splits", "pairs", "part_length", "prefetch_bytes", "query_len", "row", "rows",
-    "scale_log2", "split_length", "units",
+    "all_units", "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
+    "num_programs", "num_splits", "pairs", "part_length", "parts", "prefetch_bytes", "query_len", "row",
+    "rows", "scale_log2", "split_length", "steps", "tasks", "unit", "units",
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def calls(node: ast.AST, name: str) -> list[int]:
     return [
         call.lineno
         for call in ast.walk(node)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == name
     ]
 
 
@@ -69,24 +69,29 @@ def touches(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             yield "read", call
 
 
-def early_uses(statements: list[ast.stmt], made_of: dict[str, set[str]]) -> dict[str, set[str]]:
+def early_uses(
+    statements: list[ast.stmt], made_of: dict[str, set[str]], wait: str = "gdc_wait"
+) -> dict[str, set[str]]:
     """Return the names that statements read and store to on a path that has not waited yet.
 
     made_of: the arguments from which each address was made; arithmetic alone touches no memory.
     """
     found: dict[str, set[str]] = {"read": set(), "store": set()}
     for statement in statements:
-        is_waiting = bool(calls(statement, "gdc_wait"))
+        is_waiting = bool(calls(statement, wait))
         part: ast.AST = statement
         if isinstance(statement, ast.If):
             for branch in (statement.body, statement.orelse):
-                for use, names in early_uses(branch, made_of).items():
+                for use, names in early_uses(branch, made_of, wait).items():
                     found[use] |= names
             part = statement.test
         for use, node in touches(part):
             found[use] |= names_of(node, made_of)
         if isinstance(statement, (ast.Assign, ast.AugAssign)):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if isinstance(targets[0], ast.Tuple) and isinstance(statement.value, ast.Name):
+                # An argument that holds several: the kernel packed them under the same names.
+                continue
             for target in (name for t in targets for name in ast.walk(t) if isinstance(name, ast.Name)):
                 added = names_of(statement.value, made_of, with_loads=False)
                 made_of[target.id] = added | (
@@ -125,19 +130,44 @@ class Settle(ast.NodeTransformer):
         return node.body if all(known) else node.orelse
 
 
+def partitions(kernel: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> list[ast.FunctionDef]:
+    """Return what the kernel's warp groups run, each once: `gl.warp_specialize` takes (function, arguments)
+    of each. The kernel itself if it has none."""
+    names = {
+        part.elts[0].id: None
+        for call in ast.walk(kernel)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "gl.warp_specialize"
+        for part in getattr(call.args[0], "elts", ())
+    }
+    return [functions[name] for name in names] or [kernel]
+
+
 def read_kernels(resident: bool) -> dict[str, Kernel]:
     """Read every kernel that waits for the kernel before it, from its source, with that value of RESIDENT."""
     found = {}
     for path in sorted(OPS.glob("**/*.py")):
-        for function in Settle(resident).visit(ast.parse(path.read_text())).body:
-            if not isinstance(function, ast.FunctionDef) or not calls(function, "gdc_wait"):
+        body = Settle(resident).visit(ast.parse(path.read_text())).body
+        functions = {item.name: item for item in body if isinstance(item, ast.FunctionDef)}
+        parts = {name: partitions(function, functions) for name, function in functions.items()}
+        inner = {part.name for name, own in parts.items() for part in own if part.name != name}
+        for name, function in functions.items():
+            waiting = [part for part in parts[name] if calls(part, "gdc_wait")]
+            if name in inner or not waiting:
                 continue
-            waits, triggers = calls(function, "gdc_wait"), calls(function, "gdc_launch_dependents")
             given = {argument.arg for argument in function.args.args if argument.annotation is None}
-            tensors = {name for name in given if not name.endswith("_stride")} - NUMBERS
-            uses = early_uses(function.body, {})
-            is_fence = bool(triggers) and min(triggers) > max(waits)
-            found[function.name] = Kernel(is_fence, uses["read"] & tensors, uses["store"] & tensors)
+            tensors = {argument for argument in given if not argument.endswith("_stride")} - NUMBERS
+            reads, stores = set[str](), set[str]()
+            for part in parts[name]:
+                # Warp groups that never wait wait for the tiles that one loads which does.
+                uses = early_uses(part.body, {}, "gdc_wait" if part in waiting else "mbarrier.wait")
+                reads |= uses["read"] & tensors
+                stores |= uses["store"] & tensors
+            triggers = [part for part in waiting if calls(part, "gdc_launch_dependents")]
+            is_fence = bool(triggers) and all(
+                min(calls(part, "gdc_launch_dependents")) > max(calls(part, "gdc_wait")) for part in triggers
+            )
+            # A descriptor of an argument's tiles.
+            found[name] = Kernel(is_fence, {read.removesuffix("_tiles") for read in reads}, stores)
     return found
 
 
