@@ -255,7 +255,8 @@ def verify_kernel(
     if HAS_GROUPS:
         # A request's partial p lies at first_partials + p. Partials below the first key have room too.
         first = ends - counts + first_partial * requests
-        tl.store(first_partials + requests, first, mask=is_request & (program == 0))
+        is_first_program = tl.zeros_like(requests) + program == 0
+        tl.store(first_partials + requests, first, mask=is_request & is_first_program)
     for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
         request, partial, kv_head, row_tile, unit = find_item(
             turn, ends, counts, requests, row_tiles, first_partial, HKV
