@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.models import family
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
+from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats
+from compiled_mtp.models.weights import count_parameters
 
 HEAD_DIM = 256
 LINEAR_HEAD_DIM = 128
@@ -475,3 +478,13 @@ def oracle(directory: Path) -> Oracle:
     ).eval()
     has_head = any(name.startswith("mtp.") for name in stored)
     return Oracle(model, MtpModel.from_pretrained(model).eval() if has_head else None)
+
+
+def count_weights(
+    config: ModelConfig,
+    weights: Mapping[str, StoredWeight],
+    formats: Formats,
+    dtype: torch.dtype,
+) -> int:
+    """Return the bytes of the parameters of a checkpoint with `weights`, the MTP head's included."""
+    return count_parameters(family.FAMILIES[config.family].layout(config, weights, formats), formats, dtype)

@@ -145,20 +145,6 @@ def check_weights(
         logger.info("multiplied out while they are loaded: %s", packed)
 
 
-def count_weights(
-    config: ModelConfig,
-    weights: Mapping[str, StoredWeight],
-    formats: Formats,
-    dtype: torch.dtype,
-    *,
-    with_mtp: bool,
-) -> int:
-    """The bytes of the parameters of a checkpoint with `weights`, which `check_weights` checks."""
-    layout = FAMILIES[config.family].layout(config, weights, formats)
-    read = {name: stored for name, stored in layout.items() if with_mtp or not name.startswith("mtp.")}
-    return count_parameters(read, formats, dtype)
-
-
 def count_parameters(layout: Layout, formats: Formats, dtype: torch.dtype) -> int:
     """The bytes of the parameters that `layout` fills, without the factors of FP8 weights."""
     count = 0

@@ -46,7 +46,7 @@ _LEAST_TREE_BYTES = 1 << 30
 # The most slots whose rings have room for the drafts of a wide round (at 27B twice the bytes of 7 drafts),
 # and the most requests of a round that verifies as many: their rows fill one row tile.
 MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
-# The drafts of rounds of given tokens, and the rows from which such a round takes longer the more it has.
+# The numbers of drafts of rounds whose tokens are given. More rows than these in a round save no time.
 _GIVEN_DRAFTS, _MOST_GIVEN_ROWS = (3, 7, MAX_DRAFTS), 256
 
 

@@ -89,12 +89,6 @@ class Scheduler:
         for scheduled in self._find_choices(request_id):
             self._end(scheduled, "abort")
 
-    def share_launches(self, most: int) -> None:
-        """Let at most `most` prompts share a launch from now on, up to limits.max_prompt_chunks; for
-        benchmarks.
-        """
-        self._planner.max_prompt_chunks = min(most, self.limits.max_prompt_chunks)
-
     def forget(self, request_ids: Collection[str]) -> None:
         """End the live requests of these ids now, without an output."""
         for request_id in request_ids:

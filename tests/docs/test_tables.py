@@ -10,9 +10,10 @@ import torch
 from compiled_mtp.benchmarks.released_shapes import LAYERS, model_config
 from compiled_mtp.cli import chat, run
 from compiled_mtp.models.weight_format import Formats
-from compiled_mtp.models.weights import count_weights, read_formats
+from compiled_mtp.models.weights import read_formats
 from compiled_mtp.server.serve import make_parser
 from compiled_mtp.terminal.other_names import OTHER_NAMES, remedy_for
+from tests.checkpoints import count_weights
 from tests.docs.error_texts import ROOT
 
 MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -44,7 +45,7 @@ def test_the_memory_of_each_shape_is_what_the_loader_counts(monkeypatch: pytest.
             model = model_config(shape, **kind)
             recipe = "w8a16" if model.quantized else None
             formats: Formats = read_formats(model, None, torch.device("cpu"), recipe)
-            count = count_weights(model, {}, formats, torch.bfloat16, with_mtp=True)
+            count = count_weights(model, {}, formats, torch.bfloat16)
             assert cell == f"{count / 2**30:.1f}", (shape, kind)
         model = model_config(shape)
         per_token = (model.num_attention_layers + 1) * 2 * model.num_kv_heads * model.head_dim * 2

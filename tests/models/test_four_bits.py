@@ -21,10 +21,10 @@ from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.shards import with_prompt_rows
 from compiled_mtp.models.weight_format import Formats, describe_recipe
-from compiled_mtp.models.weights import check_weights, count_weights, load_weights, read_formats
+from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.int4 import dequantize
 from compiled_mtp.request import SamplingParams
-from tests.checkpoints import allocate, write_checkpoint
+from tests.checkpoints import allocate, count_weights, write_checkpoint
 from tests.communicators.threads import ThreadCommunicator, thread_communicators
 from tests.engines import make_engine
 from tests.models.test_quantised import FORMATS, SMALL, every_linear
@@ -172,10 +172,7 @@ def test_experts_hold_the_dequantised_values(tmp_path: Path, name: str, family: 
         assert codes[stack].dtype == torch.int16
         assert torch.equal(values_of(codes, stack), values[stack]), stack
     bare = {name: form for name, form in formats.items() if name not in stacks}
-    needed = [
-        count_weights(model, read_stored(tmp_path), given, torch.bfloat16, with_mtp=True)
-        for given in (formats, bare)
-    ]
+    needed = [count_weights(model, read_stored(tmp_path), given, torch.bfloat16) for given in (formats, bare)]
     numbers = sum(values[stack].numel() for stack in stacks)
     scales = sum(codes[f"{stack}_scale"].nbytes for stack in stacks)
     assert needed[1] - needed[0] == numbers * 2 - numbers // 2 - scales

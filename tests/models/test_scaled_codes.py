@@ -15,10 +15,10 @@ from compiled_mtp.models import weight_format
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import Formats, WeightFormat, coded_part
-from compiled_mtp.models.weights import check_weights, count_weights, load_weights, read_formats
+from compiled_mtp.models.weights import check_weights, load_weights, read_formats
 from compiled_mtp.ops.blocks import KINDS, values
 from compiled_mtp.request import SamplingParams
-from tests.checkpoints import allocate, write_checkpoint
+from tests.checkpoints import allocate, count_weights, write_checkpoint
 from tests.gguf.test_tensors import SHAPES
 from tests.gguf_files import write_gguf
 from tests.models.test_quantised import FORMATS, SMALL, every_linear
@@ -77,7 +77,7 @@ def check_values(path: Path, most: float = 0.0) -> Formats:
     for parameter in plain_values.keys() - kept.keys():
         assert torch.equal(codes[parameter], plain_values[parameter]), parameter
     taken = sum(codes[name].nbytes for name in codes)
-    assert count_weights(config, read_stored(path), formats, torch.bfloat16, with_mtp=True) <= taken
+    assert count_weights(config, read_stored(path), formats, torch.bfloat16) <= taken
     return kept
 
 
@@ -179,7 +179,7 @@ def test_experts_of_a_gguf_file_stay_packed(tmp_path: Path, name: str, is_fused:
         for expert in range(config.num_experts):
             got = values(words[expert], scales[expert], KINDS[kind]).bfloat16()
             assert torch.equal(got, plain[stack][expert]), (stack, expert)
-    needed = count_weights(config, read_stored(path), formats, torch.bfloat16, with_mtp=True)
+    needed = count_weights(config, read_stored(path), formats, torch.bfloat16)
     assert needed <= sum(one.nbytes for one in codes.values())
 
 

@@ -61,13 +61,13 @@ def test_prompts_share_a_launch_in_order_and_none_is_cut_for_it(delay: int) -> N
 
 def test_a_launch_has_at_most_max_prompt_chunks() -> None:
     scheduler, runner = make()
-    scheduler.share_launches(1)
+    scheduler._planner.max_prompt_chunks = 1
     assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests_of(a=3, b=3, c=3))] == [
         1,
         1,
         1,
     ]
-    scheduler.share_launches(99)
+    scheduler._planner.max_prompt_chunks = scheduler.limits.max_prompt_chunks
     requests = requests_of(d=3, e=3, f=3, g=3, h=3)
     assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests)] == [4, 1]
 
