@@ -73,7 +73,8 @@ class Programs:
         self.drawn_buckets, self.given_buckets = tuple(buckets), tuple(given_buckets)
         # A wide round without a chain has the shape of some rounds of given tokens.
         self.buckets = tuple(dict.fromkeys((*self.drawn_buckets, *self.given_buckets)))
-        self.lengths = prefill_lengths(prefill_chunk)
+        # A captured length takes no time to compile.
+        self.lengths = prefill_lengths(prefill_chunk, has_middles=graph_mode is not None)
         self.is_compiled = is_compiled
         self.graph_mode = graph_mode
         self.has_shapes = is_compiled or graph_mode is not None
