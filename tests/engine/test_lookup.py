@@ -16,6 +16,7 @@ from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, MOST_MATCH, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds import drafters
+from compiled_mtp.runner import memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
@@ -151,10 +152,32 @@ def test_forced_drafts_from_the_text_change_no_token(
     assert found == plain(checkpoint, options.get("dtype", "float32"))
     stats = engine.stats().speculation
     assert 0 < stats.lookup_accepted < stats.lookup_drafted
-    is_wide = any(shape.verify == 15 for shape in shapes)
-    # Nine slots have rings for the drafts of a chain alone.
-    assert is_wide == (max_batch < 9)
-    assert engine.runner.spec.max_drafts == (15 if max_batch < 9 else 2)
+    assert any(shape.verify == 15 for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("mtp_step", "max_batch", "max_in_flight", "drafts"),
+    [(2, 9, 1, 3), (5, 3, 0, 7), ("auto", 1, 1, 7), (7, 2, 1, 0)],
+)
+def test_wide_rounds_of_few_drafts_change_no_token(
+    checkpoint: Path,
+    forced: None,
+    monkeypatch: pytest.MonkeyPatch,
+    mtp_step: int | str,
+    max_batch: int,
+    max_in_flight: int,
+    drafts: int,
+) -> None:
+    """Where no memory is left for longer rings."""
+    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
+    sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
+    engine = make_engine(checkpoint, lookup="auto", **sizes)
+    deepest = engine.runner.spec.mtp_step
+    assert engine.runner.spec.max_drafts == max(drafts, deepest)
+    shapes: list[RoundShape] = []
+    assert run(engine, requests(), max_batch, shapes) == plain(checkpoint)
+    assert engine.stats().speculation.lookup_accepted > 0
+    assert {shape.verify for shape in shapes if shape.verify > shape.chain} == ({drafts} if drafts else set())
 
 
 @pytest.mark.parametrize(("mtp_step", "max_batch", "max_in_flight", "options"), [MODES[2], MODES[4]])

@@ -53,7 +53,7 @@ def test_one_setting_with_more_slots(bench_engine: Any, capsys: pytest.CaptureFi
     bench_engine.main([*FLAGS, "--texts=1", "--rates=3.7", "--lookup=auto", "--max-batch=9"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["chain"], row["lookup"]) for row in line["rows"]] == [("3.7", "auto")]
-    assert line["max_drafts"] == 3
+    assert line["max_drafts"] == 15
     with pytest.raises(SystemExit, match="2"):
         bench_engine.main([*FLAGS, "--lookup=on"])
     assert "must name some of off, auto, got 'on'" in capsys.readouterr().err
