@@ -219,6 +219,53 @@ def test_either_source_in_any_round_changes_no_token(
     assert sum(stats.drafted_by_index) > 0
 
 
+# Each with few ids to choose from, so that answers repeat themselves.
+FEW: dict[str, Any] = {"allowed_token_ids": range(5, 8), "ignore_eos": True, "max_tokens": 28, "logprobs": 2}
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": FEW | {"presence_penalty": 0.4, "frequency_penalty": 0.05, "repetition_penalty": 1.1},
+    "rewards": FEW | {"frequency_penalty": -0.3, "logprobs_mode": "both"},
+    "filters": FEW | {"top_k": 2, "top_p": 0.9, "min_p": 0.05},
+    "processed": FEW | {"logprobs": 20, "logprobs_mode": "processed", "top_k": 2},
+    "bias": {"logit_bias": {"5": 40.0, "6": 39.0}, "max_tokens": 28, "logprobs": 1},
+    "prompt": FEW | {"prompt_logprobs": 3, "include_drafts": True},
+    "stop": FEW | {"stop_token_ids": [7], "min_tokens": 20},
+    "choices": FEW | {"n": 3},
+    "one": FEW | {"max_tokens": 1},
+    "two": FEW | {"max_tokens": 2},
+    "greedy": FEW | {"temperature": 0.0},
+}
+
+
+def features(directory: Path, **options: Any) -> tuple[list[Any], Engine]:
+    """What an engine makes of requests with each of FEATURES, and the engine."""
+    params = [
+        SamplingParams(**({"temperature": 0.9, "seed": i} | one)) for i, one in enumerate(FEATURES.values())
+    ]
+    prompts = [prompt_of(20 + i, i, VOCAB) + [5, 6, 7] * (i % 4) for i in range(len(params))]
+    engine = make_engine(directory, **options)
+    named = ("new_token_ids", "logprobs", "prompt_logprobs", "finish_reason", "index", "error")
+    return [[getattr(one, name) for name in named] for one in engine.generate(prompts, params)], engine
+
+
+@cache
+def plain_features(directory: Path, kv_dtype: str) -> list[Any]:
+    return features(directory, mtp_step=0, max_batch=1, kv_dtype=kv_dtype)[0]
+
+
+@pytest.mark.parametrize(
+    ("mtp_step", "max_batch", "kv_dtype"),
+    [(3, 1, "auto"), (1, 5, "auto"), ("auto", 13, "auto"), (6, 4, "float8_e4m3fn")],
+)
+def test_no_parameter_of_a_request_notices_drafts_from_the_text(
+    checkpoint: Path, forced: None, mtp_step: int | str, max_batch: int, kv_dtype: str
+) -> None:
+    """Tokens, log probabilities and ends."""
+    sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "kv_dtype": kv_dtype}
+    found, engine = features(checkpoint, lookup="auto", max_in_flight=1, **sizes)
+    assert found == plain_features(checkpoint, kv_dtype)
+    assert engine.stats().speculation.lookup_accepted > 50
+
+
 def at_depth_0(engine: Engine) -> None:
     """Let the policy choose depth 0 for every round."""
     policy = engine._depths

@@ -25,10 +25,10 @@ import random
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -38,6 +38,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.plan import Admit, StepPlan
 from compiled_mtp.request import RequestMetrics, SamplingParams
+from compiled_mtp.runner import spec
 from engine_scenarios import common
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,7 @@ def chains(text: str) -> dict[str, float | None]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser, may_be_auto=True)
+    common.add_clock_flag(parser)
     parser.add_argument("--kind", type=some_of(KINDS), default=["edits"], help=f"of {', '.join(KINDS)}")
     parser.add_argument("--texts", type=common.count, default=200, help="how many of each kind")
     parser.add_argument("--batch", type=common.numbers, default=[1], help="texts decoded at a time")
@@ -203,19 +205,27 @@ def force_outputs(engine: Engine) -> dict[int, Text]:
 
 def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[int, Text]]:
     """Return an engine, and what forces its outputs."""
-    engine = common.open_engine(
-        flags,
-        kind=Engine,
-        max_batch=flags.max_batch or max(flags.batch),
-        max_model_len=2 * flags.most_tokens + 64,
-        lookup=lookup,
-        scoring=True,
-        synthetic_acceptance=0.0,
-    )
+    # Scoring forces outputs. Without its own rounds, whose rings have 32 entries, rings are those of users.
+    with patch.object(spec, "_GIVEN_DRAFTS", ()):
+        engine = common.open_engine(
+            flags,
+            kind=Engine,
+            max_batch=flags.max_batch or max(flags.batch),
+            max_model_len=2 * flags.most_tokens + 64,
+            lookup=lookup,
+            scoring=True,
+            synthetic_acceptance=0.0,
+        )
     return engine, force_outputs(engine)
 
 
-def decode(engine: Engine, forced: dict[int, Text], group: Sequence[Text], rate: float | None) -> Speed:
+def decode(
+    engine: Engine,
+    forced: dict[int, Text],
+    group: Sequence[Text],
+    rate: float | None,
+    clock: Callable[[], float],
+) -> Speed:
     """Decode texts together with a chain of that rate, None for the model's own.
 
     Raises AssertionError for other tokens.
@@ -229,9 +239,9 @@ def decode(engine: Engine, forced: dict[int, Text], group: Sequence[Text], rate:
     made: dict[str, list[int]] = {str(index): [] for index in forced}
     metrics, tokens, seconds = list[RequestMetrics](), 0, 0.0
     while engine.has_unfinished_requests():
-        are_all_decoded, begin = all(made.values()) and not metrics, time.perf_counter()
+        are_all_decoded, begin = all(made.values()) and not metrics, clock()
         outputs = engine.step()
-        took = time.perf_counter() - begin
+        took = clock() - begin
         for output in outputs:
             made[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
@@ -264,18 +274,17 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
             found: dict[tuple[str, str], list[Speed]] = {way: [] for way in ways}
             for turn, group in enumerate(groups):
                 for name, lookup in common.in_turn(ways, turn):
-                    found[name, lookup].append(decode(*engines[lookup], group, rates[name]))
+                    decoded = decode(*engines[lookup], group, rates[name], common.clock(flags))
+                    found[name, lookup].append(decoded)
             for (name, lookup), speeds in found.items():
                 case = {"kind": kind, "batch": batch, "texts": len(groups) * batch, "chain": name}
                 rows.append(case | {"lookup": lookup} | row(speeds))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    # Scoring adds shapes of its own to an engine.
-    specs = [engine.runner.spec for engine, _ in engines.values()]
     line = {
         "shape": flags.shape or flags.model.name,
         "device": common.device_name(engine),
         "mtp_step": flags.mtp_step,
-        "max_drafts": max(shape.verify for spec in specs for shape in (*spec.shapes, *spec.wide_shapes)),
+        "max_drafts": max(engine.runner.spec.max_drafts for engine, _ in engines.values()),
         "rows": rows,
     }
     for engine, _ in engines.values():
