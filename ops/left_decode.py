@@ -80,7 +80,9 @@ def _program(body):
 @gluon.constexpr_function
 def _moved(register, source, left):
     """`source` moved by `left` bits, or to the right."""
-    return f"shl.b32 {register}, {source}, {left};" if left >= 0 else f"shr.u32 {register}, {source}, {-left};"
+    return (
+        f"shl.b32 {register}, {source}, {left};" if left >= 0 else f"shr.u32 {register}, {source}, {-left};"
+    )
 
 
 @gluon.constexpr_function
