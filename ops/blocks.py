@@ -7,9 +7,9 @@ q, or s * table[q]; products round it once to bfloat16.
 
 Words [N, W] int16: the units of 16 rows lie together, one after another; each unit holds, for the 16 rows in
 order, 32 words of four bits of four codes: bits 4 i to 4 i + 3 of word j belong to column 32 i + j. A tensor
-core takes 32 neighbouring columns from 32 neighbouring words without moving any. FP4 has other bits of the
-same word: of column 32 i + j, exponent and mantissa begin at bit FP4_PLACES[i][0], and FP4_PLACES[i][1] is the
-sign; most are as far apart as those of bfloat16. Behind these words come, again for the 16 rows in order, what codes have above four bits:
+core takes 32 neighbouring columns from 32 neighbouring words without moving any. The four bits of an FP4 code
+lie apart in their word, as FP4_PLACES has it: few instructions then move them to those of bfloat16. Behind
+these words come, again for the 16 rows in order, what codes have above four bits:
 - five bits: 16 words for two rows; bit 8 (i // 2) + i % 2 + 2 h of word j is the fifth bit of column
   32 i + 16 h + j, four bits higher for the second row;
 - six bits: 16 words; bit 8 (i // 2) + 2 (i % 2 + 2 h) of word j and the next one belong to column
@@ -46,7 +46,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 FP4_PLACES = ((6, 15), (3, 11), (0, 9), (12, 10))
-"""Where FP4's codes have their bits in a word, slice by slice: exponent and mantissa from a bit on, the sign."""
+"""Of each slice's FP4 code the first bit of exponent and mantissa in the word, and the bit of the sign."""
 
 
 @dataclass(frozen=True)

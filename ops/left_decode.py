@@ -101,11 +101,10 @@ def _affine_in_place(index):
 
 @gluon.constexpr_function
 def _affine_from_two_words(bits, part):
-    """Codes of five or six bits, whose upper ones come from a second word; those of slices 2 and 3 stay eight
-    bits higher than they are.
+    """Codes of five or six bits, whose upper ones come from a second word. Those of slices 2 and 3 are 2^8
+    times as large.
 
-    One instruction joins the bits of slices i and i + 2, for one part and the next but three alike; a compiler
-    computes what parts have in common once.
+    `field` holds codes of slices i and i + 2, so two parts have it in common, and a compiler makes it once.
     """
     index, half = part // 2, part % 2
     move = 4 - (bits - 4) * (index % 2 + 2 * half)
@@ -441,8 +440,8 @@ def times_bits(word, MASK: gl.constexpr, factor):
 
 @gluon.jit
 def affine_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
-    """2^-48 s [BN] of a slice's columns, or of one half of them, times the power of two that their codes lack,
-    and 2^-48 o, in float32."""
+    """2^-48 s [BN] of a slice's columns, or of one half of them, with the power of two that undoes where
+    their codes lie, and 2^-48 o, in float32."""
     up: gl.constexpr = 2.0 ** (101 - (4 * SLICE if KIND == "Q4_K" else SLICE // 2 * 8))
     if KIND == "Q6_K":
         s = signed_byte_times(fields[(1 + SLICE) // 2], (1 + SLICE) % 2 * 2 + HALF, half_of(fields, 0) * up)

@@ -38,7 +38,7 @@ def run(asm: Any, constraints: str, args: Any, dtype: torch.dtype, is_pure: bool
 
 
 def move_halves(registers: Registers, operands: str) -> None:
-    """Take a register apart, or join two registers of 16 bits: `mov.b32 {low, high}, word` and the reverse."""
+    """Take a register apart, `mov.b32 {low, high}, word`, or join two of 16 bits, the reverse."""
     low, high, word = re.findall(r"[$\w]+", operands)
     if operands.startswith("{"):
         registers[low], registers[high] = registers[word] & 0xFFFF, registers[word] >> 16
