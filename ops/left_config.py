@@ -68,13 +68,15 @@ class LargeMTile:
     """One launch configuration of `left_large_m_kernel`.
 
     A tile has `block_m` rows, and 64 weight rows for each of `groups` warp groups. registers: those of a
-    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory.
+    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory. ahead: units
+    whose scales are loaded early.
     """
 
     block_m: int
     groups: int
     registers: int
     num_stages: int
+    ahead: int = 2
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""
