@@ -34,7 +34,7 @@ from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.forecast import Buckets, buckets_of, draft_head_bytes, free_beside, size_caches
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch
+from compiled_mtp.runner.memory import MemoryPlan, fit_wide_rounds, resolve_max_batch
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
@@ -76,9 +76,9 @@ def build(
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
     Every rank calls it with the same arguments, except its own spec. progress, fill and save_to are as in
-    `Runner`. memory: the sizes of an earlier build, None to resolve them from what is free. tower_path: the
-    checkpoint of the vision tower, None for the model's. Raises ValueError for a checkpoint, a machine or a
-    graph_cache that does not fit the config.
+    `Runner`. memory: the sizes of an earlier build, whose spec this is, None to resolve them from what is
+    free. tower_path: the checkpoint of the vision tower, None for the model's. Raises ValueError for a
+    checkpoint, a machine or a graph_cache that does not fit the config.
     """
     apply(spec)
     has_rounds = memory is not None
@@ -102,8 +102,11 @@ def build(
         # As `inspect` foretells, unless loading took more.
         loaded = models if encoder is None else [*models, encoder.tower]
         free_bytes = min(free_bytes, free_beside(loaded, before_bytes))
-    max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
-    spec = spec.for_batch(max_batch)
+    if memory is None:
+        max_batch = resolve_max_batch(spec, free_bytes)
+        spec = fit_wide_rounds(spec, max_batch, free_bytes)
+    else:
+        max_batch = memory.max_batch
     buckets, head_rows = make_buckets(spec, target, max_batch), target.num_head_rows
     if memory is None:
         sizes = {"free_bytes": free_bytes, "host_bytes": _host_bytes(spec)}

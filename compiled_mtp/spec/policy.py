@@ -32,10 +32,10 @@ class DepthPolicy:
         depths: Iterable[int],
         sizes: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
-        max_drafts: int = 0,
+        wide_drafts: int = 0,
     ) -> None:
         self._clock = clock
-        self.wide = WideRounds(max_drafts)
+        self.wide = WideRounds(wide_drafts)
         self._depth = 0
         self.controller = DepthController(depths)
         self._sizes = sizes
