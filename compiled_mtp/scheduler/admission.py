@@ -44,9 +44,14 @@ class Admission:
             images = scheduled.request.images
             chunks += sum(limits.tower.count_slices(image.span.num_tokens) for image in images)
         rows = (limits.max_in_flight + 2 + chunks) * (limits.max_drafts + 1)
-        needed = max(needed, self._blocks_soon(scheduled, self.tokens_ahead + rows) - shared)
+        tokens = self.tokens_ahead + rows
+        needed = max(needed, self._blocks_soon(scheduled, tokens) - shared)
+        # Every other request has the blocks of its tokens, unless it replays them.
+        most = len(others) * (limits.blocks_up_to(tokens) + 1)
+        if needed + most <= resources.pool.num_free and not any(other.replay for other in others):
+            return True
         for other in others:
-            needed += max(self._blocks_soon(other, self.tokens_ahead + rows) - len(other.block_ids), 0)
+            needed += max(self._blocks_soon(other, tokens) - len(other.block_ids), 0)
         return needed <= resources.pool.num_free
 
     def _blocks_soon(self, scheduled: ScheduledRequest, num_tokens: int) -> int:
