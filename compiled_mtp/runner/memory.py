@@ -278,6 +278,7 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
         max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
+        prompt_lengths=spec.prompt_lengths,
         wide_requests=spec.wide_requests,
         given=tuple(
             (shape.verify, spec.given_requests(shape, memory.max_batch)) for shape in spec.given_shapes

@@ -37,8 +37,8 @@ class Admission:
         # Prompt chunks and rounds alternate: the others decode one round per chunk of this prompt.
         chunk = limits.busy_chunk or limits.prefill_chunk
         # A launch has one snapshot offset. If another prompt takes it, this prompt ends a chunk at each of
-        # its two snapshot positions: up to two chunks more.
-        chunks = -(-scheduled.request.prompt_len // chunk) + 2 if is_waiting else 0
+        # its two snapshot positions. With the part that fills another launch, up to three chunks more.
+        chunks = -(-scheduled.request.prompt_len // chunk) + 3 if is_waiting else 0
         if is_waiting and limits.tower is not None:
             # So do rounds and slices of the vision tower.
             images = scheduled.request.images

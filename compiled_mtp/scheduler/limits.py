@@ -68,7 +68,8 @@ class Limits:
     mtp_step. prefill_chunk: the most tokens of a prefill launch; busy_chunk: the same while rounds wait, 0
     for prefill_chunk. prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
     least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
-    again. max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no
+    again. max_prompt_chunks: the most prompts of a launch; prompt_lengths: the rows that their programs have,
+    ascending, () for programs of any number. num_snapshots: those of the prefix cache, 0 for no
     cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
     in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. given: the
     drafts that a round of given tokens may verify, ascending, each with the most requests of such a round.
@@ -94,6 +95,7 @@ class Limits:
     busy_chunk: int = 0
     least_saved: int = 0
     max_prompt_chunks: int = 1
+    prompt_lengths: tuple[int, ...] = ()
     wide_requests: int = 0
     has_lookup: bool = False
     given: tuple[tuple[int, int], ...] = ()
@@ -103,7 +105,7 @@ class Limits:
     def __post_init__(self) -> None:
         for each in fields(self):
             value, low = getattr(self, each.name), _LEAST.get(each.name, 1)
-            if each.name not in ("given", "tower", "longest") and value < low:
+            if each.name not in ("given", "tower", "longest", "prompt_lengths") and value < low:
                 raise ValueError(f"{each.name} must be at least {low}, got {value}; raise it")
         if self.max_drafts < self.mtp_step:
             raise ValueError(

@@ -245,8 +245,8 @@ class Planner:
         self.resources.admit(scheduled)
         self.prompts.members.append(scheduled)
 
-    def _admit_beside(self, num_rows: int) -> ScheduledRequest | None:
-        """Admit the next waiting request if its prompt may share the launch that is planned."""
+    def _admit_beside(self, num_rows: int | None) -> ScheduledRequest | None:
+        """Admit the next waiting request if its prompt, or for None a part, may share the planned launch."""
         scheduled = self.waiting_queue.first()
         if scheduled is None or scheduled.phase is not RequestPhase.WAITING:
             return None
