@@ -48,12 +48,12 @@ class Programs:
 
     graph_mode: how code becomes CUDA graphs, None for no graphs. `warm_up` prepares every shape's program;
     nothing compiles afterwards. Programs that are neither compiled nor captured need no warm-up, and their
-    prompts end without padding. With graphs, prompts, first tokens and rounds of plain_depths are captured
-    uncompiled. A round that draws tokens runs in one of `buckets`, and one whose tokens are all given, always
-    in two phases, in one of given_buckets. All buckets of a depth with two requests or more share a program,
-    except with a communicator, which needs the number of rows. encoder: holds the features of prompts'
-    images, None for a step without images. The phases of two-phase rounds are not compiled; with graphs each
-    is captured after its first run, so the start takes no longer.
+    prompts end without padding. With graphs, prompts, first tokens, wide rounds and rounds of plain_depths
+    are captured uncompiled. A round that draws tokens runs in one of `buckets`, and one whose tokens are all
+    given, always in two phases, in one of given_buckets. All buckets of a depth with two requests or more
+    share a program, except with a communicator, which needs the number of rows. encoder: holds the features
+    of prompts' images, None for a step without images. The phases of two-phase rounds are not compiled; with
+    graphs each is captured after its first run, so the start takes no longer.
     """
 
     def __init__(
@@ -370,10 +370,12 @@ class Programs:
             )
             yield Shape(None, f"prefill_{length}", prefill, chunk, self._prefill, length)
         for bucket in sorted(self.drawn_buckets, reverse=True):
-            name, depth = "{}_to_{}_drafts".format(*bucket.shape), bucket.shape.chain
-            name = f"decode_{self._of_batch(name, bucket.groups)}"
-            round_inputs = (inputs.state_indices[bucket.groups], bucket.shape)
-            yield Shape(depth, name, Step.decode, round_inputs, self._decode, bucket)
+            (verify, chain), groups = bucket.shape, bucket.groups
+            name = f"decode_{self._of_batch(f'{verify}_to_{chain}_drafts', groups)}"
+            is_wide, round_inputs = verify > chain, (inputs.state_indices[groups], bucket.shape)
+            # Captured uncompiled, as first tokens are.
+            depth = None if is_wide and self.graph_mode is not None else chain
+            yield Shape(depth, name, Step.decode, round_inputs, self._decode, bucket, is_wide)
         for groups in sorted(self._catch_up, reverse=True):
             name, batch = self._of_batch("catch_up", groups), (inputs.state_indices[groups],)
             yield Shape(0, name, catch_up, batch, self._catch_up, groups)

@@ -20,6 +20,7 @@ _LEAST = {
     "prefix_host_records": 0,
     "prefix_host_blocks": 0,
     "wide_requests": 0,
+    "wide_drafts": 0,
     "has_lookup": 0,
 }
 
@@ -71,7 +72,7 @@ class Limits:
     again. max_prompt_chunks: the most prompts of a launch; prompt_lengths: the rows that their programs have,
     ascending, () for programs of any number. num_snapshots: those of the prefix cache, 0 for no
     cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
-    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. given: the
+    in the text too; wide_requests: the most requests of a round that verifies wide_drafts of them. given: the
     drafts that a round of given tokens may verify, ascending, each with the most requests of such a round.
     tower: the cost of images, None for none. longest: the most tokens of a request, prompt and output, that
     max_model_len allows and all blocks hold. Any thread may use it. Raises ValueError for a number that is
@@ -97,6 +98,7 @@ class Limits:
     max_prompt_chunks: int = 1
     prompt_lengths: tuple[int, ...] = ()
     wide_requests: int = 0
+    wide_drafts: int = 0
     has_lookup: bool = False
     given: tuple[tuple[int, int], ...] = ()
     tower: TowerCost | None = None

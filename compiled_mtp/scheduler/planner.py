@@ -424,7 +424,7 @@ class Planner:
             depth, catches_up = 0, False
         else:
             depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
-            verify = self.limits.max_drafts if self._is_wide() else depth
+            verify = self.limits.wide_drafts if self._is_wide() else depth
             # Only statistics read num_drafts: a resumed request may have another number of drafts.
             num_drafts, self._chain = min(verify, self._chain), depth
             catches_up = self._catches_up(verify)
