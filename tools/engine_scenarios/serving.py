@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import random
 import statistics
@@ -260,6 +261,9 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "mtp_step": flags.mtp_step,
     }
     timeline, rows = Timeline(engine), list[dict[str, Any]]()
+    # As a service does: the collector would scan all modules and programs in mid-step.
+    gc.collect()
+    gc.freeze()
     # The clients' coroutines and the stepping thread share one interpreter.
     stepped = AsyncEngine(engine, max_open=max(flags.requests or 0, 4 * max(flags.streams)))
     for lengths in flags.lengths:
