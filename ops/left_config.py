@@ -65,7 +65,7 @@ class LeftTile:
     """One launch configuration of `left_kernel`.
 
     A tile has `block_m` rows and `block_n` weight rows, one or more blocks of 16 for each warp. chunk: units
-    that a stage of shared memory holds.
+    that a stage of shared memory holds. ahead: chunks whose scales are loaded early.
     """
 
     block_m: int
@@ -73,6 +73,7 @@ class LeftTile:
     num_warps: int
     chunk: int
     num_stages: int
+    ahead: int = 1
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""
@@ -84,13 +85,15 @@ class LargeMTile:
     """One launch configuration of `left_large_m_kernel`.
 
     A tile has `block_m` rows, and 64 weight rows for each of `groups` warp groups. registers: those of a
-    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory.
+    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory. ahead: units
+    whose scales are loaded early.
     """
 
     block_m: int
     groups: int
     registers: int
     num_stages: int
+    ahead: int = 2
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""
