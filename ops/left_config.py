@@ -71,7 +71,7 @@ class LargeMTile:
 
     A tile has `block_m` rows, and 64 weight rows for each of `groups` warp groups. registers: those of a
     thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory. ahead: units
-    whose scales are loaded early. prefetch: as that of LeftTile.
+    whose scales are loaded early.
     """
 
     block_m: int
@@ -79,7 +79,6 @@ class LargeMTile:
     registers: int
     num_stages: int
     ahead: int = 2
-    prefetch: int = 0
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""

@@ -39,11 +39,9 @@ from compiled_mtp.ops.left_decode import (
 )
 from compiled_mtp.ops.left_operand import (
     LeftWeight,
-    add_split,
     async_load,
     copy_layout,
     memory_layout,
-    prefetch_words,
     spread,
     store_tile,
     weight_row,
@@ -72,18 +70,15 @@ def copy_unit(
 @gluon.jit
 def load_units(
     sources,
-    BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PREFETCH: gl.constexpr, KIND: gl.constexpr,
-    ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, ABOVE: gl.constexpr,
+    BLOCK_WORDS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Copy the units of the rows and of the weight to shared memory, one to a stage.
 
     sources: as `left_large_m_kernel` has them. A stage's barrier in `full` completes when its copies have
     arrived, that in `empty` when all groups have read it.
     """
-    (
-        x, weight, words, above, shared_x, full, empty, first_row, tile, n, weight_stride, first, units,
-        all_units,
-    ) = sources  # fmt: skip
+    x, weight, words, above, shared_x, full, empty, first_row, tile, n, weight_stride, first, units = sources
     words_layout: gl.constexpr = copy_layout(32, 4)
     above_layout: gl.constexpr = copy_layout(ABOVE if ABOVE > 0 else 32, 4)
     words_at = ()
@@ -102,13 +97,6 @@ def load_units(
             copy_unit(words, above, words_at, above_at, early, first + early, GROUPS, ABOVE, BLOCK_WORDS)
             async_copy.mbarrier_arrive(full.index(early), increment_count=False)
     if PDL:
-        if PREFETCH > 0:
-            # While this program waits, the memory may be idle.
-            for group in gl.static_range(GROUPS):
-                prefetch_words(
-                    weight, tile * GROUPS + group, n, weight_stride, first + STAGES, all_units, 64, PREFETCH,
-                    BLOCK_WORDS, GATED,
-                )  # fmt: skip
         gdc_wait()
         # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
         gdc_launch_dependents()
@@ -178,8 +166,8 @@ def add_scaled(
 @gluon.jit
 def multiply_units(
     given, GROUP: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, SPLITS: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    PARTS: gl.constexpr, GATED: gl.constexpr,
+    AHEAD: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, PARTS: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """Multiply BM rows by the 64 weight rows of group GROUP, unit after unit.
 
@@ -195,16 +183,13 @@ def multiply_units(
     row = weight_row(own_tile, n, gl.arange(0, 64, gl.SliceLayout(1, left)), 64, GATED)
     fields_at, step = fields_of(weight_scale, row, n, FIELDS, KIND)
     in_block = row % 16
-    end = first + SPLITS * units
+    end = first + units
     PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
     fields = load_fields(fields_at, in_block, step, first, end - 1, AHEAD, FIELDS, KIND)
     total = gl.zeros([64, BM], gl.float32, layout)
-    zeros = total
-    sums = (total, total)
-    split = 0
     stage = 0
     phase = 0
-    for unit in range(SPLITS * units):
+    for unit in range(units):
         fields += load_fields(fields_at, in_block, step, first + unit + AHEAD, end - 1, 1, FIELDS, KIND)
         mbarrier.wait(full.index(stage), phase)
         own = words.index(stage * GROUPS + GROUP)
@@ -220,15 +205,8 @@ def multiply_units(
             stage = 0
             phase = phase ^ 1
         fields = fields[PER_UNIT:]
-        if SPLITS > 1 and unit + 1 == (split + 1) * units:
-            factor = factor_of(weight_scale, own_tile, n, all_units, total, layout, FIELDS, KIND, GATED)
-            sums, total = add_split(sums, finish(total, factor, KIND), split, SPLITS)
-            split += 1
-            if split < SPLITS:
-                total = zeros
-    if SPLITS == 1:
-        factor = factor_of(weight_scale, own_tile, n, all_units, total, layout, FIELDS, KIND, GATED)
-        total = finish(total, factor, KIND)
+    factor = factor_of(weight_scale, own_tile, n, all_units, total, layout, FIELDS, KIND, GATED)
+    total = finish(total, factor, KIND)
     store_tile(total, out, own_tile, first_row, partial, rows, n, layout, 64, BM, GATED)
 
 
@@ -237,13 +215,10 @@ def multiply_units(
 def left_large_m_kernel(
     x, weight, weight_scale, out, rows, n, weight_stride, units, all_units,
     BM: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, PREFETCH: gl.constexpr, SPLITS: gl.constexpr, KIND: gl.constexpr,
-    WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr,
-    PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    AHEAD: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
+    BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BM rows by a tile of 64 GROUPS weight rows, over SPLITS K splits of `units` units, added as a tree.
-
-    GROUPS: 2, 3 or 5. SPLITS: 1, 2 or 4.
+    """BM rows by a tile of 64 GROUPS weight rows, over one K split of `units` units; GROUPS: 2, 3 or 5.
 
     x: a descriptor of tiles [BM, 128] of the rows. all_units: units of a whole row. weight_scale: words of 32
     bits. KIND to PARTS: the weight's LeftForm. GATED: as `weight_row` has it.
@@ -253,7 +228,7 @@ def left_large_m_kernel(
     tile = gl.program_id(0) // row_tiles
     first_row = gl.program_id(0) % row_tiles * BM
     partial = gl.program_id(1)
-    first = partial * (SPLITS * units)
+    first = partial * units
     words = gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, 64, 32], memory_layout(32))
     above = words
     if ABOVE > 0:
@@ -270,21 +245,14 @@ def left_large_m_kernel(
         units, all_units,
     )  # fmt: skip
     sources = (
-        x, weight, words, above, shared_x, full, empty, first_row, tile, n, weight_stride, first,
-        SPLITS * units, all_units,
+        x, weight, words, above, shared_x, full, empty, first_row, tile, n, weight_stride, first, units
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    multiply_units,
-                    (given, 0, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (
-                    multiply_units,
-                    (given, 1, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (load_units, (sources, BM, GROUPS, STAGES, PREFETCH, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
+                (multiply_units, (given, 0, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 1, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
             [4, 4],
             [REGISTERS, 40],
@@ -292,19 +260,10 @@ def left_large_m_kernel(
     elif GROUPS == 3:
         gl.warp_specialize(
             [
-                (
-                    multiply_units,
-                    (given, 0, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (
-                    multiply_units,
-                    (given, 1, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (
-                    multiply_units,
-                    (given, 2, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (load_units, (sources, BM, GROUPS, STAGES, PREFETCH, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
+                (multiply_units, (given, 0, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 1, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 2, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 40],
@@ -312,27 +271,12 @@ def left_large_m_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    multiply_units,
-                    (given, 0, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (
-                    multiply_units,
-                    (given, 1, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (
-                    multiply_units,
-                    (given, 2, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (
-                    multiply_units,
-                    (given, 3, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (
-                    multiply_units,
-                    (given, 4, BM, GROUPS, STAGES, AHEAD, SPLITS, KIND, WIDTH, FIELDS, PARTS, GATED),
-                ),
-                (load_units, (sources, BM, GROUPS, STAGES, PREFETCH, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
+                (multiply_units, (given, 0, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 1, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 2, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 3, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 4, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
             [4, 4, 4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS, REGISTERS, 40],
@@ -351,20 +295,17 @@ def launch_left_large_m(
     k_splits: int,
     dtype: torch.dtype,
     gated: bool = False,
-    count: int | None = None,
 ) -> torch.Tensor:
-    """[count, M, N]: the sums of `k_splits` K splits, added as `count` subtrees; [1, M, N / 2] where gated.
+    """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated.
 
-    count: None for k_splits; at least a quarter of it. x must have a descriptor
-    (ops.descriptors.is_describable).
+    x must have a descriptor (ops.descriptors.is_describable).
     """
     (rows, k), n = x.shape, weight.words.shape[0]
-    count = k_splits if count is None else count
-    out = torch.empty((count, rows, n // 2 if gated else n), dtype=dtype, device=x.device)
+    out = torch.empty((k_splits, rows, n // 2 if gated else n), dtype=dtype, device=x.device)
     has_pdl = device_of(x.device.index).has_dependent_launch
     units = k // UNIT
     weight_tiles = triton.cdiv(n, GROUP_ROWS * tile.groups)
-    left_large_m_kernel[(triton.cdiv(rows, tile.block_m) * weight_tiles, count)](
+    left_large_m_kernel[(triton.cdiv(rows, tile.block_m) * weight_tiles, k_splits)](
         describe_rows(x, tile.block_m),
         weight.words,
         weight.scales,
@@ -379,8 +320,6 @@ def launch_left_large_m(
         REGISTERS=tile.registers,
         STAGES=tile.num_stages,
         AHEAD=tile.ahead,
-        PREFETCH=tile.prefetch,
-        SPLITS=k_splits // count,
         **weight.form.constants(),
         GATED=gated,
         PDL=has_pdl,

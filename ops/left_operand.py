@@ -143,26 +143,6 @@ def prefetch_words(
 
 
 @gluon.jit
-def add_split(sums, total, index, SPLITS: gl.constexpr):
-    """Add the finished sum of K split `index` to the tree of a program's splits; sums: of one, and of two.
-
-    Returns the tree's sums and the total, which is whole after the last split.
-    """
-    one, two = sums
-    if SPLITS > 1:
-        if index % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if SPLITS > 2:
-                if index == 1:
-                    two = total
-                else:
-                    total = two + total
-    return (one, two), total
-
-
-@gluon.jit
 def halves_of(tile):
     """Of each 16 rows of [BN, BM] the first eight and the others, each [BN / 2, BM]."""
     BN: gl.constexpr = tile.shape[0]

@@ -30,7 +30,6 @@ from compiled_mtp.ops.left_decode import (
 )
 from compiled_mtp.ops.left_operand import (
     LeftWeight,
-    add_split,
     copy_layout,
     copy_rows,
     copy_words,
@@ -97,6 +96,26 @@ def copy_codes(
     copy_words(words.index(stage), words_at, split + begin, end, words_layout, 32, BLOCK_WORDS)
     if ABOVE > 0:
         copy_words(above.index(stage), above_at, split + begin, end, above_layout, ABOVE, BLOCK_WORDS)
+
+
+@gluon.jit
+def add_split(sums, total, index, SPLITS: gl.constexpr):
+    """Add the finished sum of K split `index` to the tree of a program's splits; sums: of one, and of two.
+
+    Returns the tree's sums and the total, which is whole after the last split.
+    """
+    one, two = sums
+    if SPLITS > 1:
+        if index % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if SPLITS > 2:
+                if index == 1:
+                    two = total
+                else:
+                    total = two + total
+    return (one, two), total
 
 
 @gluon.jit

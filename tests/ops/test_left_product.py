@@ -81,9 +81,6 @@ def test_programs_add_four_splits_as_a_tree(name: str, units: int) -> None:
         found = launch_left(tile, x, weight, 8, torch.float32, count=2)
         wanted = [add_tree(half) for half in parts.chunk(2)]
         assert torch.equal(found, torch.stack(wanted)), tile
-    for large in (LargeMTile(32, 2, 232, 3, 2, 4), LargeMTile(64, 3, 152, 4, 1)):
-        found = launch_left_large_m(large, x, weight, 8, torch.float32, count=2)
-        assert torch.equal(found, torch.stack(wanted)), large
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
