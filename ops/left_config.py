@@ -48,8 +48,7 @@ class LeftTile:
     """One launch configuration of `left_kernel`.
 
     A tile has `block_m` rows and `block_n` weight rows, one or more blocks of 16 for each warp. chunk: units
-    that a stage of shared memory holds. ahead: chunks whose scales are loaded early. prefetch: units behind
-    those in shared memory for which a program asks L2 while it waits.
+    that a stage of shared memory holds. ahead: chunks whose scales are loaded early.
     """
 
     block_m: int
@@ -58,7 +57,6 @@ class LeftTile:
     chunk: int
     num_stages: int
     ahead: int = 1
-    prefetch: int = 0
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""

@@ -111,38 +111,6 @@ def copy_rows(to, x_at, is_row, first, end, layout: gl.constexpr):
 
 
 @gluon.jit
-def prefetch(address):
-    """Ask L2 for the 128 bytes at each address."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def prefetch_words(
-    weight, tile, n, stride, first, all_units, BN: gl.constexpr, UNITS: gl.constexpr,
-    BLOCK_WORDS: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    """Ask L2 for UNITS units, from `first` on, of a tile's weight rows; stride, all_units: of a whole row."""
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    BLOCKS: gl.constexpr = BN // 16
-    PER_BLOCK: gl.constexpr = THREADS // BLOCKS
-    LINES: gl.constexpr = (UNITS * BLOCK_WORDS // 64 + PER_BLOCK - 1) // PER_BLOCK
-    thread = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    block = thread // PER_BLOCK
-    if GATED:
-        # The first half of the blocks are the gate's.
-        HALF: gl.constexpr = BLOCKS // 2
-        own = tile * HALF + block % HALF + block // HALF * (n // 32)
-    else:
-        own = tile * BLOCKS + block
-    at = weight + gl.minimum(own, n // 16 - 1).to(gl.int64) * (16 * stride)
-    for index in gl.static_range(LINES):
-        word = first * BLOCK_WORDS + (thread % PER_BLOCK + index * PER_BLOCK) * 64
-        prefetch(at + gl.minimum(word, all_units * BLOCK_WORDS - 64))
-
-
-@gluon.jit
 def halves_of(tile):
     """Of each 16 rows of [BN, BM] the first eight and the others, each [BN / 2, BM]."""
     BN: gl.constexpr = tile.shape[0]

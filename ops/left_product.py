@@ -34,7 +34,6 @@ from compiled_mtp.ops.left_operand import (
     copy_rows,
     copy_words,
     memory_layout,
-    prefetch_words,
     spread,
     store_tile,
     weight_row,
@@ -193,9 +192,9 @@ def sum_units(
 def left_kernel(
     x, weight, weight_scale, out, rows, n, x_stride, weight_stride, units, all_units,
     BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    PREFETCH: gl.constexpr, SPLITS: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
-    FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr,
-    GATED: gl.constexpr, PDL: gl.constexpr,
+    SPLITS: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
+    ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """BM rows by a tile of BN weight rows, over SPLITS K splits of `units` units, 1, 2 or 4, added as a tree.
 
@@ -244,10 +243,6 @@ def left_kernel(
     total = gl.zeros([BN, BM], gl.float32, layout)
     factor = factor_of(weight_scale, tile, n, all_units, total, layout, FIELDS, KIND, GATED)
     if PDL:
-        if PREFETCH > 0:
-            # While this program waits, the memory may be idle.
-            at = later[0] + later[1]
-            prefetch_words(weight, tile, n, weight_stride, at, all_units, BN, PREFETCH, BLOCK_WORDS, GATED)
         gdc_wait()
         # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
         gdc_launch_dependents()
@@ -307,7 +302,6 @@ def launch_left(
         CHUNK=tile.chunk,
         STAGES=tile.num_stages,
         AHEAD=tile.ahead,
-        PREFETCH=tile.prefetch,
         SPLITS=k_splits // count,
         EVEN=units // k_splits % tile.chunk == 0,
         **weight.form.constants(),

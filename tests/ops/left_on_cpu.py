@@ -12,17 +12,8 @@ from compiled_mtp.ops.device import Device
 from tests.ops import gluon_on_cpu
 
 HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
-
-
-def prefetch(address: gluon_on_cpu.Pointer) -> None:
-    """Nothing arrives; but what a program asks for must lie in the weight."""
-    assert (address.offset >= 0).all()
-    assert (address.offset + 64 <= address.values.numel()).all()
-
-
-# Functions that reinterpret bits, and one that asks L2.
+# Functions that reinterpret bits.
 INSTEAD = {
-    "prefetch": prefetch,
     "as_float": lambda bits: bits.to(torch.int32).view(torch.float32),
     "half_in": lambda word, high: (word >> 16 * high).to(torch.int16).view(torch.float16).float(),
     "as_bfloat16": lambda bits: bits.to(torch.int16).view(torch.bfloat16),
