@@ -543,27 +543,17 @@ def decode_part(codes, fields, PART: gl.constexpr, WIDTH: gl.constexpr, KIND: gl
 
 
 @gluon.jit
-def factor_of(
-    weight_scale, tile, n, all_units, like, layout: gl.constexpr, FIELDS: gl.constexpr, KIND: gl.constexpr,
-    GATED: gl.constexpr,
+def finish(
+    total, weight_scale, tile, n, all_units, layout: gl.constexpr, BN: gl.constexpr, FIELDS: gl.constexpr,
+    KIND: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """The factors of weight rows as wide as `like` [BN, BM], from the unit of scales behind the last, times
-    what decoded values lack; kinds without factors get `like`."""
+    """total [BN, BM] times what decoded values lack: a power of two, or the factor of each weight row, which
+    lies in the unit of scales behind the last."""
     if KIND == "NVFP4":
-        BN: gl.constexpr = like.shape[0]
         row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, layout)), BN, GATED)
         at = weight_scale + row // 16 * (8 * FIELDS) + row % 16 + all_units * (n // 2 * FIELDS)
-        return spread(as_float(gl.load(at)) * 65536.0, like)
-    else:
-        return like
-
-
-@gluon.jit
-def finish(total, factor, KIND: gl.constexpr):
-    """The sums total [BN, BM] times `factor_of` the weight, or the power of two that values lack."""
-    if KIND == "NVFP4":
-        # No compiler joins this multiplication with the addition that follows.
-        return gl.fma(total, factor, gl.zeros_like(total))
+        factor = as_float(gl.load(at)) * 65536.0
+        return gl.fma(total, spread(factor, total), gl.zeros([BN, total.shape[1]], gl.float32, layout))
     elif is_affine(KIND):
         return total * 281474976710656.0
     else:

@@ -28,7 +28,6 @@ from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.left_config import GROUP_ROWS, LargeMTile
 from compiled_mtp.ops.left_decode import (
     decode_part,
-    factor_of,
     fields_of,
     finish,
     load_codes,
@@ -205,8 +204,7 @@ def multiply_units(
             stage = 0
             phase = phase ^ 1
         fields = fields[PER_UNIT:]
-    factor = factor_of(weight_scale, own_tile, n, all_units, total, layout, FIELDS, KIND, GATED)
-    total = finish(total, factor, KIND)
+    total = finish(total, weight_scale, own_tile, n, all_units, layout, 64, FIELDS, KIND, GATED)
     store_tile(total, out, own_tile, first_row, partial, rows, n, layout, 64, BM, GATED)
 
 

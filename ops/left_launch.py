@@ -12,35 +12,23 @@ from compiled_mtp.ops.left_large_m import launch_left_large_m
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.left_product import launch_left
 
-# The most K splits that a program sums.
-MOST_SPLITS = 4
-
 
 def launch_left_product(
     x: torch.Tensor, weight: LeftWeight, k_splits: int, dtype: torch.dtype, gated: bool = False
 ) -> torch.Tensor:
     """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
     rows, n = x.shape[0], weight.words.shape[0]
-    if is_large_m(x):
+    if rows > NARROW_ROWS and device_of(x.device.index).arch == "sm_90" and is_describable(x):
         large = large_m_tile(rows, n, k_splits, weight.form)
         return launch_left_large_m(large, x, weight, k_splits, dtype, gated)
     tile = left_tile(rows, n, k_splits, gated, weight.form)
     return launch_left(tile, x, weight, k_splits, dtype, gated)
 
 
-def is_large_m(x: torch.Tensor) -> bool:
-    """Whether `left_large_m_kernel` multiplies these rows."""
-    return x.shape[0] > NARROW_ROWS and device_of(x.device.index).arch == "sm_90" and is_describable(x)
-
-
 def launch_left_partials(
     x: torch.Tensor, weight: LeftWeight, k_splits: int, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[count, M, N]: the sums of `k_splits` K splits, added as `count` subtrees."""
-    rows, n = x.shape[0], weight.words.shape[0]
-    if count * MOST_SPLITS >= k_splits and not is_large_m(x):
-        tile = left_tile(rows, n, count, False, weight.form)
-        return launch_left(tile, x, weight, k_splits, dtype, count=count)
     partials = launch_left_product(x, weight, k_splits, torch.float32 if count < k_splits else dtype)
     if count < k_splits:
         partials = torch.stack([add_tree(part) for part in partials.chunk(count)]).to(dtype)

@@ -19,7 +19,6 @@ from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.left_config import LeftTile
 from compiled_mtp.ops.left_decode import (
     decode_part,
-    factor_of,
     fields_of,
     finish,
     load_codes,
@@ -76,89 +75,32 @@ def add_unit(
 
 
 @gluon.jit
-def next_chunk(split, begin, units, CHUNK: gl.constexpr, SPLITS: gl.constexpr):
-    """Where the chunk after that at unit `begin` of the K split at unit `split` lies, in the same terms."""
-    begin = begin + CHUNK
-    if SPLITS > 1 and begin >= units:
-        split = split + units
-        begin = 0
-    return split, begin
-
-
-@gluon.jit
-def copy_codes(
-    words, above, stage, words_at, above_at, split, begin, units, end, words_layout: gl.constexpr,
-    above_layout: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr,
-):  # fmt: skip
-    """Copy the words of one chunk to a stage; zeros behind its K split, and from unit `end` on."""
-    end = gl.minimum(split + units, end)
-    copy_words(words.index(stage), words_at, split + begin, end, words_layout, 32, BLOCK_WORDS)
-    if ABOVE > 0:
-        copy_words(above.index(stage), above_at, split + begin, end, above_layout, ABOVE, BLOCK_WORDS)
-
-
-@gluon.jit
-def add_split(sums, total, index, SPLITS: gl.constexpr):
-    """Add the finished sum of K split `index` to the tree of a program's splits; sums: of one, and of two.
-
-    Returns the tree's sums and the total, which is whole after the last split.
-    """
-    one, two = sums
-    if SPLITS > 1:
-        if index % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if SPLITS > 2:
-                if index == 1:
-                    two = total
-                else:
-                    total = two + total
-    return (one, two), total
-
-
-@gluon.jit
 def sum_units(
-    words, above, x, words_at, above_at, x_at, is_row, fields_at, row, step, first, units, fields, factor,
-    later, total, layout: gl.constexpr, words_layout: gl.constexpr, above_layout: gl.constexpr,
-    rows_layout: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    SPLITS: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
-    BLOCK_WORDS: gl.constexpr, KIND: gl.constexpr, PARTS: gl.constexpr,
+    words, above, x, words_at, above_at, x_at, is_row, fields_at, row, step, first, units, fields, total,
+    layout: gl.constexpr, words_layout: gl.constexpr, above_layout: gl.constexpr, rows_layout: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
+    FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, KIND: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The sum of SPLITS K splits of `units` units each from unit `first` on, chunk by chunk.
+    """Add `units` units from `first` on to total, chunk by chunk.
 
-    The first STAGES - 1 chunks are on their way to shared memory; later: where the next one lies. fields:
-    those of the first AHEAD chunks. total: zeros.
+    The first STAGES - 1 chunks are on their way to shared memory; fields: those of the first AHEAD chunks.
     """
     PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
     PER_CHUNK: gl.constexpr = CHUNK * PER_UNIT
-    end = first + SPLITS * units
-    chunks = (units + CHUNK - 1) // CHUNK
+    end = first + units
     stage = 0
-    later_split, later_begin = later
-    fields_split, fields_begin = first, 0
-    for _ in gl.static_range(AHEAD):
-        fields_split, fields_begin = next_chunk(fields_split, fields_begin, units, CHUNK, SPLITS)
-    sums = (total, total)
-    zeros = total
-    begin = 0
-    split = 0
-    for _ in range(SPLITS * chunks):
-        at = fields_split + fields_begin
-        fields += load_fields(fields_at, row, step, at, end - 1, CHUNK, FIELDS, KIND)
-        fields_split, fields_begin = next_chunk(fields_split, fields_begin, units, CHUNK, SPLITS)
+    for begin in range(0, units, CHUNK):
+        later = first + begin + AHEAD * CHUNK
+        fields += load_fields(fields_at, row, step, later, end - 1, CHUNK, FIELDS, KIND)
         async_copy.wait_group(STAGES - 2)
         # All warps have left the stage of the chunk before this one.
         free = (stage + STAGES - 1) % STAGES
-        copy_codes(
-            words, above, free, words_at, above_at, later_split, later_begin, units, end, words_layout,
-            above_layout, ABOVE, BLOCK_WORDS,
-        )  # fmt: skip
-        copy_rows(
-            x.index(free), x_at, is_row, later_split + later_begin, gl.minimum(later_split + units, end),
-            rows_layout,
-        )  # fmt: skip
-        later_split, later_begin = next_chunk(later_split, later_begin, units, CHUNK, SPLITS)
+        next_first = first + begin + (STAGES - 1) * CHUNK
+        copy_words(words.index(free), words_at, next_first, end, words_layout, 32, BLOCK_WORDS)
+        if ABOVE > 0:
+            copy_words(above.index(free), above_at, next_first, end, above_layout, ABOVE, BLOCK_WORDS)
+        copy_rows(x.index(free), x_at, is_row, next_first, end, rows_layout)
         own_words = words.index(stage)
         own_above = above.index(stage)
         own_x = x.index(stage)
@@ -175,15 +117,6 @@ def sum_units(
                     )
         stage = (stage + 1) % STAGES
         fields = fields[PER_CHUNK:]
-        begin += CHUNK
-        if SPLITS > 1 and begin >= units:
-            sums, total = add_split(sums, finish(total, factor, KIND), split, SPLITS)
-            split += 1
-            begin = 0
-            if split < SPLITS:
-                total = zeros
-    if SPLITS == 1:
-        total = finish(total, factor, KIND)
     return total
 
 
@@ -192,11 +125,10 @@ def sum_units(
 def left_kernel(
     x, weight, weight_scale, out, rows, n, x_stride, weight_stride, units, all_units,
     BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    SPLITS: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
-    PDL: gl.constexpr,
+    EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
+    BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BM rows by a tile of BN weight rows, over SPLITS K splits of `units` units, 1, 2 or 4, added as a tree.
+    """BM rows by a tile of BN weight rows, over one K split of `units` units.
 
     all_units: units of a whole row. weight_scale: words of 32 bits. KIND to PARTS: the weight's LeftForm.
     EVEN: `units` is a multiple of CHUNK. GATED: as `weight_row` has it.
@@ -211,8 +143,8 @@ def left_kernel(
     tile = gl.program_id(0) // row_tiles
     first_row = gl.program_id(0) % row_tiles * BM
     partial = gl.program_id(1)
-    first = partial * (SPLITS * units)
-    end = first + SPLITS * units
+    first = partial * units
+    end = first + units
     words = gl.allocate_shared_memory(gl.int16, [STAGES, BN, CHUNK * 32], memory_layout(CHUNK * 32))
     shared_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, CHUNK * 128], memory_layout(CHUNK * 128))
     own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, words_layout)), BN, GATED)
@@ -225,23 +157,16 @@ def left_kernel(
         own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, above_layout)), BN, GATED)
         word = gl.arange(0, CHUNK * ABOVE, gl.SliceLayout(0, above_layout))
         above_at = words_above(weight, own_row, weight_stride, word, ABOVE, BLOCK_WORDS, KIND)
-    later = (first, 0)
     for chunk in gl.static_range(STAGES - 1):
-        copy_codes(
-            words, above, chunk, words_at, above_at, later[0], later[1], units, end, words_layout,
-            above_layout, ABOVE, BLOCK_WORDS,
-        )  # fmt: skip
-        later = next_chunk(later[0], later[1], units, CHUNK, SPLITS)
+        copy_words(words.index(chunk), words_at, first + chunk * CHUNK, end, words_layout, 32, BLOCK_WORDS)
+        if ABOVE > 0:
+            copy_words(
+                above.index(chunk), above_at, first + chunk * CHUNK, end, above_layout, ABOVE, BLOCK_WORDS
+            )
     own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
     in_block = own_row % 16
     fields_at, step = fields_of(weight_scale, own_row, n, FIELDS, KIND)
-    fields = ()
-    own = (first, 0)
-    for _ in gl.static_range(AHEAD):
-        fields += load_fields(fields_at, in_block, step, own[0] + own[1], end - 1, CHUNK, FIELDS, KIND)
-        own = next_chunk(own[0], own[1], units, CHUNK, SPLITS)
-    total = gl.zeros([BN, BM], gl.float32, layout)
-    factor = factor_of(weight_scale, tile, n, all_units, total, layout, FIELDS, KIND, GATED)
+    fields = load_fields(fields_at, in_block, step, first, end - 1, AHEAD * CHUNK, FIELDS, KIND)
     if PDL:
         gdc_wait()
         # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
@@ -249,19 +174,15 @@ def left_kernel(
     row = first_row + gl.arange(0, BM, gl.SliceLayout(1, rows_layout))
     column = gl.arange(0, CHUNK * 128, gl.SliceLayout(0, rows_layout))
     x_at = x + row.to(gl.int64)[:, None] * x_stride + column[None, :]
-    own = (first, 0)
     for chunk in gl.static_range(STAGES - 1):
-        copy_rows(
-            shared_x.index(chunk), x_at, row < rows, own[0] + own[1], gl.minimum(own[0] + units, end),
-            rows_layout,
-        )  # fmt: skip
-        own = next_chunk(own[0], own[1], units, CHUNK, SPLITS)
+        copy_rows(shared_x.index(chunk), x_at, row < rows, first + chunk * CHUNK, end, rows_layout)
     total = sum_units(
         words, above, shared_x, words_at, above_at, x_at, row < rows, fields_at, in_block, step, first,
-        units, fields, factor, later, total, layout, words_layout, above_layout, rows_layout, CHUNK, STAGES,
-        AHEAD, SPLITS, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
+        units, fields, gl.zeros([BN, BM], gl.float32, layout), layout, words_layout, above_layout,
+        rows_layout, CHUNK, STAGES, AHEAD, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
     )  # fmt: skip
     async_copy.wait_group(0)
+    total = finish(total, weight_scale, tile, n, all_units, layout, BN, FIELDS, KIND, GATED)
     store_tile(total, out, tile, first_row, partial, rows, n, layout, BN, BM, GATED)
 
 
@@ -272,20 +193,15 @@ def launch_left(
     k_splits: int,
     dtype: torch.dtype,
     gated: bool = False,
-    count: int | None = None,
 ) -> torch.Tensor:
-    """[count, M, N]: the sums of `k_splits` K splits, added as `count` subtrees; [1, M, N / 2] where gated.
-
-    count: None for k_splits; at least a quarter of it.
-    """
+    """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
     (rows, k), n = x.shape, weight.words.shape[0]
-    count = k_splits if count is None else count
-    out = torch.empty((count, rows, n // 2 if gated else n), dtype=dtype, device=x.device)
+    out = torch.empty((k_splits, rows, n // 2 if gated else n), dtype=dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
     has_pdl = device_of(x.device.index).has_dependent_launch
     units = k // UNIT
-    left_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), count)](
+    left_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), k_splits)](
         x,
         weight.words,
         weight.scales,
@@ -302,7 +218,6 @@ def launch_left(
         CHUNK=tile.chunk,
         STAGES=tile.num_stages,
         AHEAD=tile.ahead,
-        SPLITS=k_splits // count,
         EVEN=units // k_splits % tile.chunk == 0,
         **weight.form.constants(),
         GATED=gated,

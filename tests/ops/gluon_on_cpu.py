@@ -138,7 +138,6 @@ class Program:
             arange=lambda first, last, _: torch.arange(first, last),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
-            zeros_like=torch.zeros_like,
             exp=torch.exp,
             reshape=torch.reshape,
             permute=torch.permute,

@@ -8,7 +8,6 @@ import torch
 from compiled_mtp.ops.blocks import KINDS, pack, pack_scales
 from compiled_mtp.ops.int4 import dequantize, pack_groups
 from compiled_mtp.ops.int4 import pack as pack_int4
-from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.left_config import LargeMTile, LeftForm, LeftTile, large_m_tile, left_tile
 from compiled_mtp.ops.left_large_m import launch_left_large_m
 from compiled_mtp.ops.left_operand import LeftWeight
@@ -63,24 +62,8 @@ def test_every_tile_of_both_kernels_has_the_same_bits(name: str, gated: bool) ->
     assert whole.isfinite().all()
     for tile in (LeftTile(16, 128, 4, 1, 4), LeftTile(32, 64, 4, 3, 3)):
         assert torch.equal(launch_left(tile, x, weight, split, torch.float32, gated), whole), tile
-    if not gated:
-        tree = whole[:1] + whole[1:]
-        for tile in (LeftTile(8, 32, 2, 2, 3, 2), LeftTile(16, 64, 2, 1, 4), LeftTile(8, 32, 2, 4, 3)):
-            assert torch.equal(launch_left(tile, x, weight, 2, torch.float32, count=1), tree), tile
     for large in (LargeMTile(32, 2, 232, 4), LargeMTile(64, 2, 232, 2)):
         assert torch.equal(launch_left_large_m(large, x, weight, split, torch.float32, gated), whole), large
-
-
-@pytest.mark.parametrize("name", ["int4 g128", "Q4_K", "NVFP4"])
-@pytest.mark.parametrize("units", [1, 3])
-def test_programs_add_four_splits_as_a_tree(name: str, units: int) -> None:
-    n, rows = 48, 5
-    x, weight = rows_in_nan(rows, 1024 * units), random_weight(name, n, 1024 * units)
-    parts = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, 8, torch.float32)
-    for tile in (LeftTile(8, 32, 2, 2, 3, 2), LeftTile(8, 64, 4, 1, 4, 3)):
-        found = launch_left(tile, x, weight, 8, torch.float32, count=2)
-        wanted = [add_tree(half) for half in parts.chunk(2)]
-        assert torch.equal(found, torch.stack(wanted)), tile
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
