@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from compiled_mtp.ops.blocks import KINDS
+
 # Of an H100's and an H200's 132 processors: of fewer programs a tile is too large.
 MIN_PROGRAMS = 120
 GROUP_ROWS = 64
@@ -41,6 +45,19 @@ class LeftForm:
             "BLOCK_WORDS": 16 * self.words,
             "PARTS": self.parts_per_scale,
         }
+
+
+def form_of_int4(scale_dtype: torch.dtype, per_unit: int) -> LeftForm:
+    """How products read codes of ops.int4 with `per_unit` groups a unit."""
+    kind = "INT4_BF16" if scale_dtype == torch.bfloat16 else "INT4"
+    return LeftForm(kind, width=32, words=32, above=0, fields=per_unit, parts_per_scale=4 // per_unit)
+
+
+def form_of_kind(kind: str) -> LeftForm:
+    """How products read a kind of ops.blocks."""
+    own = KINDS[kind]
+    above = {5: 16, 6: 16, 8: 32}.get(own.bits, 0)
+    return LeftForm(kind, own.width, own.words, above, own.fields, int(own.scales_sums))
 
 
 @dataclass(frozen=True)
