@@ -20,6 +20,7 @@ _LEAST = {
     "prefix_host_records": 0,
     "prefix_host_blocks": 0,
     "wide_requests": 0,
+    "wide_drafts": 0,
     "has_lookup": 0,
 }
 
@@ -70,7 +71,7 @@ class Limits:
     least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
     again. max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no
     cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
-    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. given: the
+    in the text too; wide_requests: the most requests of a round that verifies wide_drafts of them. given: the
     drafts that a round of given tokens may verify, ascending, each with the most requests of such a round.
     tower: the cost of images, None for none. Any thread may use it. Raises ValueError for a number that is
     too small, and unless blocks divide prefix_step and prefix_step divides the chunks.
@@ -94,6 +95,7 @@ class Limits:
     least_saved: int = 0
     max_prompt_chunks: int = 1
     wide_requests: int = 0
+    wide_drafts: int = 0
     has_lookup: bool = False
     given: tuple[tuple[int, int], ...] = ()
     tower: TowerCost | None = None
