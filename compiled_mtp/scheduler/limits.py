@@ -155,6 +155,11 @@ class Limits:
         """The most tokens of a request, prompt and output, that max_model_len allows and all blocks hold."""
         return min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
 
+    def most_drafts(self, num_requests: int) -> int:
+        """Return the most drafts that a round of num_requests verifies."""
+        wide = self.wide_drafts if num_requests <= self.wide_requests else 0
+        return max(self.mtp_step, wide, *(drafts for drafts, most in self.given if num_requests <= most))
+
     def worst_case_blocks(self, request: Request) -> int:
         """Return the blocks for every position that any launch of this request may write.
 
