@@ -527,7 +527,7 @@ class Engine(WeightControl):
         """Add a depth whose programs have become ready, if one has."""
         depth = later.take()
         if depth is not None:
-            depths.add_depth(depth)
+            depths.add_depths((depth,))
         elif later.is_done:
             self.runner.later = None
 

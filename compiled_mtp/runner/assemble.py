@@ -81,6 +81,7 @@ def build(
     checkpoint, a machine or a graph_cache that does not fit the config.
     """
     apply(spec)
+    has_rounds = memory is not None
     if spec.cache is not None:
         stored = read_key(spec.cache)
         # The number of ranks comes first: it makes other fields of the key differ too.
@@ -123,7 +124,9 @@ def build(
         saved = directory if directory.is_dir() else None
     step = _make_step(spec, memory, target, draft)
     moves = _make_moves(spec, memory, step)
-    programs, later = _make_programs(spec, step, buckets, encoder, graph_mode, saved, save_to, progress)
+    programs, later = _make_programs(
+        spec, step, buckets, encoder, graph_mode, saved, save_to, progress, has_rounds=has_rounds
+    )
     if encoder is not None:
         encoder.warm_up()
     if not spec.has_shapes:
@@ -141,8 +144,13 @@ def _make_programs(
     saved: Path | None,
     save_to: Path | None,
     progress: Progress | None,
+    *,
+    has_rounds: bool,
 ) -> tuple[Programs, LaterDepths | None]:
-    """The programs, ready to run, and the loader of further depths from a cache while the engine works."""
+    """The programs, ready to run, and the loader of further depths from a cache while the engine works.
+
+    has_rounds: rounds of every depth may follow at once, as after a wake-up.
+    """
     # An export compiles and saves every depth.
     further = () if save_to is not None else spec.further_depths
     programs = Programs(
@@ -157,7 +165,8 @@ def _make_programs(
         encoder=encoder,
     )
     # Several ranks load every depth at the start: later each would adopt a program at another step.
-    later = further if saved is not None and spec.communicator is None else ()
+    is_later = saved is not None and spec.communicator is None and not has_rounds
+    later = further if is_later else ()
     if spec.has_shapes:
         first = first_depth(spec.config.depths) if later else None
         shape_progress = None if progress is None else partial(progress, "compiled shapes")

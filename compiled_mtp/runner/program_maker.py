@@ -97,15 +97,11 @@ class ProgramMaker:
             self.check_layout(saved)
         if self.step.slots.pos.is_cuda:
             self._pool = torch.cuda.graph_pool_handle()
-        # Run all of these before the first capture: a capture frees the memory that they left cached, so a
-        # prompt's memory is taken once.
-        for shape in filter(self._is_plain, shapes):
-            shape.programs[shape.key](*shape.inputs)
         # Programs by name, for the other shapes that share them.
         made: dict[str, Program] = {}
         with compiler_settings():
             for done, shape in enumerate(shapes):
-                if self._is_plain(shape):
+                if self.is_plain(shape):
                     shape.programs[shape.key] = self.capture(shape.programs[shape.key], shape.inputs)
                 else:
                     if shape.name not in made:
@@ -131,7 +127,7 @@ class ProgramMaker:
         )
 
     def capture(self, program: Program, inputs: Inputs) -> Program:
-        """Capture one call, which has run before, as a CUDA graph; return its replay."""
+        """Capture one call, whose kernels are compiled, as a CUDA graph; return its replay."""
         begin_s = time.perf_counter()
         captured = capture(program, inputs, self._pool)
         self.capture_s += time.perf_counter() - begin_s
@@ -152,7 +148,7 @@ class ProgramMaker:
                     "it again with `compiled-mtp export`"
                 )
 
-    def _is_plain(self, shape: Shape) -> bool:
+    def is_plain(self, shape: Shape) -> bool:
         """Whether the shape's CUDA graph is captured from uncompiled code."""
         is_compiled = self.is_compiled and shape.function not in _UNCOMPILED and not shape.is_wide
         return self.graph_mode is not None and not (is_compiled and shape.depth not in self.plain_depths)

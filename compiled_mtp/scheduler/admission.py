@@ -24,7 +24,7 @@ class Admission:
     def has_room(self, scheduled: ScheduledRequest) -> bool:
         """Return whether a slot and enough blocks are free for a waiting or offloaded request."""
         resources, limits = self._resources, self._resources.limits
-        if not resources.has_slot:
+        if not resources.num_free_slots:
             return False
         is_waiting = scheduled.phase is RequestPhase.WAITING
         # Prefix blocks that other requests already hold cost nothing.

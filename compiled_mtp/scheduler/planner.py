@@ -44,6 +44,10 @@ Depth = Callable[[int, int, bool], int]
 Arguments: the number of requests, the mean tokens of their contexts when the planner last examined them, and
 whether the round has two phases. Called once per round, and once before the first with 0 requests."""
 
+# With so many prompts to start, and with each doubling of them, launches have twice the rows while rounds
+# wait.
+_FEW_PROMPTS = 8
+
 Widen = Callable[[], bool]
 """Returns whether the next round, of the depth that `Depth` returned last, verifies all looked-up drafts."""
 
@@ -372,9 +376,7 @@ class Planner:
 
     def _plan_prefill(self) -> StepPlan:
         self._restore_install()
-        has_round = self._open_round is not None or bool(self.decoding_slots)
-        most = self.limits.busy_chunk if has_round else 0
-        most = most or self.limits.prefill_chunk
+        most = self._most_rows()
         first = self.prompts.members[0]
         if (encoded := self.prompts.next_slice(most)) is not None:
             return self._make_plan("encode", (first.slot,), (first.generation,), encoded=encoded)
@@ -392,6 +394,20 @@ class Planner:
             wants_drafts=any(scheduled.request.params.include_drafts for scheduled in launch.ended),
             saves=tuple(launch.saves),
         )
+
+    def _most_rows(self) -> int:
+        """Return the most rows of the next launch of prompts.
+
+        While rounds wait for it, they are few; but with many prompts to start, rounds would be small and wait
+        often, and the last prompts would wait longest.
+        """
+        limits = self.limits
+        has_round = self._open_round is not None or bool(self.decoding_slots)
+        if not has_round or not limits.busy_chunk:
+            return limits.prefill_chunk
+        starting = len(self.prompts.members) + min(len(self.waiting_queue), self.resources.num_free_slots)
+        doublings = (starting // _FEW_PROMPTS).bit_length()
+        return min(limits.busy_chunk << doublings, limits.prefill_chunk)
 
     def _plan_evictions(self) -> list[Copy]:
         """Return the copies to the host tier of what the prefix cache evicted after the last plan.

@@ -177,9 +177,9 @@ class Resources:
         return not (self.owners or self.moving or self._kept)
 
     @property
-    def has_slot(self) -> bool:
-        """Whether a slot is free."""
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        """The slots that no request has."""
+        return len(self._free_slots)
 
     def staying(self) -> list[ScheduledRequest]:
         """Return the requests that have a slot or move to one, except those that move to the host."""

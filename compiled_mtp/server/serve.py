@@ -121,7 +121,7 @@ def assemble_service(
             max_waiting=config.max_open,
             chat_template=tokenizer.chat_template,
         ),
-        media=MediaLoader(config),
+        media=MediaLoader(config, images[1]),
         tokenizer=tokenizer,
         config=config,
         names=config.served_model_name or (model.resolve().name,),

@@ -86,6 +86,40 @@ def test_while_rounds_wait_a_launch_is_short_for_all_together(delay: int) -> Non
     assert [kind for kind in kinds if kind[0] == "prefill"] == [("prefill", 2), ("prefill", 1)]
 
 
+@pytest.mark.parametrize(
+    ("num_waiting", "rows"), [(1, 8), (7, 8), (8, 16), (15, 16), (16, 32), (31, 32), (60, 32)]
+)
+def test_while_rounds_wait_launches_grow_with_the_prompts_to_start(num_waiting: int, rows: int) -> None:
+    numbers = {"busy_chunk": 8, "prefill_chunk": 32, "max_batch": 64, "num_blocks": 4000}
+    scheduler, runner = make(**numbers)
+    scheduler.add(make_request("old", 3, 60, ignore_eos=True))
+    while not any(plan.kind == "decode" for plan in runner.plans):
+        step(scheduler, runner)
+    num_before = len(runner.plans)
+    for request in requests_of(**{f"r{number}": 40 for number in range(num_waiting)}):
+        scheduler.add(request)
+    while (plan := runner.plans[-1]).kind != "prefill" or len(runner.plans) == num_before:
+        step(scheduler, runner)
+    assert [len(prompt_chunk.token_ids) for prompt_chunk in plan.prompt_chunks] == [rows]
+    stream(scheduler, runner)
+
+
+def test_prompts_without_a_free_slot_make_no_launch_longer() -> None:
+    scheduler, runner = make(busy_chunk=8, prefill_chunk=32, max_batch=3, num_blocks=4000)
+    scheduler.add(make_request("old", 3, 60, ignore_eos=True))
+    scheduler.add(make_request("older", 3, 60, ignore_eos=True))
+    while not any(plan.kind == "decode" for plan in runner.plans):
+        step(scheduler, runner)
+    num_before = len(runner.plans)
+    for request in requests_of(**{f"r{number}": 20 for number in range(20)}):
+        scheduler.add(request)
+    stream(scheduler, runner)
+    prefills = [plan for plan in runner.plans[num_before:] if plan.kind == "prefill"]
+    counts = [len(prompt_chunk.token_ids) for plan in prefills for prompt_chunk in plan.prompt_chunks]
+    # The old ones end before the last prompts: then no round waits.
+    assert counts[:9] == [8, 8, 4] * 3
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_first_tokens_apart_follow_the_launch_one_by_one(delay: int) -> None:
     """Two-phase requests share a launch; a prompt with log probabilities of its own does not."""
