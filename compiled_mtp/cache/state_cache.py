@@ -60,13 +60,24 @@ class StateCache(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, slots: int, max_drafts: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        slots: int,
+        max_drafts: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        usual_drafts: int | None = None,
     ) -> None:
+        """max_drafts: the most that a round verifies; usual_drafts: that most rounds verify, None for as
+        many."""
         super().__init__()
         self.ring_length = ring = ring_length(max_drafts, config.conv_kernel)
-        # Unfolded entries and the next window then fit into the ring: a window has at most half its length. A
-        # CPU folds in place, where an unfolded state would be a copy more.
-        self.max_unfolded = 0 if device.type == "cpu" else ring // 2
+        # Unfolded entries and the next window then fit into the ring: a window has at most half its length.
+        # Longer rings keep no more entries than usual rounds need: with many requests each takes more time
+        # than storing states less often saves. A CPU folds in place, where an unfolded state would be a copy
+        # more.
+        usual = ring if usual_drafts is None else ring_length(usual_drafts, config.conv_kernel)
+        self.max_unfolded = 0 if device.type == "cpu" else min(ring, usual) // 2
         num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
         dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
 
