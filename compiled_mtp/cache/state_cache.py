@@ -5,7 +5,7 @@ indexed by absolute position mod `ring_length` hold the entries of later tokens 
 u = beta (v - read), exp(g)) and the raw inputs of the convolution. The next verification folds [base, pos)
 into the state, so a rejection only changes an integer: rejected entries are overwritten. A request has one
 state, however many drafts a round verifies; only its rings grow with that number. A round on a GPU stores a
-folded state only if the ring has no room for the next window (`max_unfolded`); else base stays where it is.
+folded state only if more than `max_unfolded` entries would be left; else base stays where it is.
 """
 
 from __future__ import annotations
