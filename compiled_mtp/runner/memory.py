@@ -13,7 +13,7 @@ from compiled_mtp.cache.state_cache import ring_length
 from compiled_mtp.config import DEFAULT_BATCH, DEFAULT_GPU_BATCH, EngineConfig
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
-from compiled_mtp.ops.paged_attention.splits import GROUPED_ITEMS, count_partials
+from compiled_mtp.ops.paged_attention.splits import count_partials
 from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.spec import EngineSpec
@@ -308,6 +308,7 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
         max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
+        prompt_lengths=spec.prompt_lengths,
         wide_requests=spec.wide_requests,
         wide_drafts=spec.wide_drafts,
         given=tuple(
@@ -534,11 +535,7 @@ def length_bytes(spec: EngineSpec, longest: int, max_batch: int, rounds: Collect
     tables += (max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * _INT32_BYTES
     if spec.device.type == "cpu":
         return tables
-    heads = model.num_kv_heads
-    partials = max(
-        rows * count_partials(requests, longest, heads, requests * heads >= GROUPED_ITEMS)
-        for requests, rows in rounds
-    )
+    partials = max(rows * count_partials(requests, longest, model.num_kv_heads) for requests, rows in rounds)
     return tables + partials * model.num_q_heads * (model.head_dim + 2) * _FLOAT32_BYTES
 
 

@@ -253,11 +253,11 @@ def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("device", "requests", "parts"),
-    [("cpu", 32, 0), ("cuda", 8, 600 * 32 * 24), ("cuda", 32, 150 * 128 * 24)],
+    [("cpu", 32, 0), ("cuda", 8, 8 * 600 * 4 * 24), ("cuda", 32, (2 * 32 + 32 * 360) * 4 * 24)],
 )
 def test_what_grows_with_the_longest_request_is_counted(device: str, requests: int, parts: int) -> None:
-    # 27B at 262,144 tokens, four rows of each request: 0.5 GB of parts of attention's sums for 8 requests and
-    # for 32, whose splits are in groups; 64 MiB of rotary table.
+    # 27B at 262,144 tokens, four rows of each request: 0.5 GB of attention's partial results for 8 requests,
+    # 1.2 GB for 32, whose splits are in part folded in one program; 64 MiB of rotary table.
     model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, num_kv_heads=4, head_dim=256)
     config = SimpleNamespace(block_size=64)
     spec: Any = SimpleNamespace(config=config, model_shard=model, device=torch.device(device))
@@ -508,7 +508,7 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     assert limits.given == ()
     rows = replace(plan, num_state_rows=30 + SPARE_SLOTS)
     assert limits_of(spec_of(scoring=True), rows).given == ((3, 30), (7, 30), (15, 16))
-    both = {"max_model_len", "prefix_step", "max_prompt_chunks", "given"}
+    both = {"max_model_len", "longest", "prefix_step", "max_prompt_chunks", "given"}
     for one in fields(limits):
         if one.name not in both:
             places = [place for place in (plan, spec, spec.config) if hasattr(place, one.name)]
