@@ -65,7 +65,7 @@ class LeftTile:
     """One launch configuration of `left_kernel`.
 
     A tile has `block_m` rows and `block_n` weight rows, one or more blocks of 16 for each warp. chunk: units
-    that a stage of shared memory holds.
+    that a stage of shared memory holds. ahead: chunks whose scales are loaded early.
     """
 
     block_m: int
@@ -73,6 +73,7 @@ class LeftTile:
     num_warps: int
     chunk: int
     num_stages: int
+    ahead: int = 1
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""
