@@ -259,7 +259,7 @@ def _iq4_scales(fields: Tensor) -> tuple[Tensor, None]:
 
 
 def _e4m3_scales(fields: Tensor) -> tuple[Tensor, None]:
-    """An e4m3 number for each 16 columns."""
+    """An e4m3 number for each 16 columns, which is not negative."""
     return fields.contiguous().view(torch.float8_e4m3fn).float(), None
 
 

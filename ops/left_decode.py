@@ -509,28 +509,22 @@ def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr
 @gluon.constexpr_function
 def fp4_scale_program(kind, index):
     """The scale in byte `index` of a word as bfloat16, in both halves of a register (MXFP4), or 2^110 times
-    the scales in bytes `index` and `index` + 2, one in each half (NVFP4)."""
+    the scales in bytes `index` and `index` + 2, one in each half (NVFP4). None is negative."""
     if kind == "MXFP4":
         return (
             f"{{\n.reg .b32 zero;\nmov.b32 zero, 0;\nprmt.b32 $0, $1, zero, 0x{index}4{index}4;\n"
             "shr.u32 $0, $0, 1;\n}"
         )
-    moved = (
-        "shl.b32 sign, $1, 8;\nshl.b32 both, $1, 4;"
-        if index == 0
-        else "mov.b32 sign, $1;\nshr.u32 both, $1, 4;"
-    )
     return f"""
         {{
-        .reg .b32 zero, both, sign;
-        {moved}
-        and.b32 sign, sign, 0x80008000;
-        lop3.b32 both, both, 0x07F007F0, sign, 0xea;
-        mov.b32 sign, 0x7b807b80;
+        .reg .b32 zero, both, factor;
+        {_moved("both", "$1", -4 if index else 4)}
+        and.b32 both, both, 0x07F007F0;
+        mov.b32 factor, 0x7b807b80;
         mov.b32 zero, 0x80008000;
-        fma.rn.bf16x2 both, both, sign, zero;
-        mov.b32 sign, 0x76807680;
-        fma.rn.bf16x2 $0, both, sign, zero;
+        fma.rn.bf16x2 both, both, factor, zero;
+        mov.b32 factor, 0x76807680;
+        fma.rn.bf16x2 $0, both, factor, zero;
         }}
         """
 
