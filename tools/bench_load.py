@@ -226,10 +226,12 @@ def measure(form: str, flags: argparse.Namespace) -> dict[str, Any]:
         row["found"] = sizes_of(engine.runner.memory, config.block_size)
         output = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
         row["tokens_made"] = len(output[0].new_token_ids)
-        if flags.decode and turn == turns[-1]:
+        if flags.decode and turn == turns[0]:
             row["decode"] = decode_all(engine, flags.decode)
         if has_gpu:
             row["device_peak_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
+        # The next part may be cut by a time limit.
+        print(json.dumps(row), file=sys.stderr, flush=True)
         engine.close()
         del engine
         gc.collect()

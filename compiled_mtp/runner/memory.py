@@ -308,6 +308,7 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
         max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
+        prompt_lengths=spec.prompt_lengths,
         wide_requests=spec.wide_requests,
         wide_drafts=spec.wide_drafts,
         given=tuple(

@@ -15,7 +15,7 @@ from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
-from compiled_mtp.graphs.buckets import RoundShape
+from compiled_mtp.graphs.buckets import RoundShape, prefill_lengths
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 from compiled_mtp.models.catalogue import read_stored
@@ -117,6 +117,14 @@ class EngineSpec:
     def has_shapes(self) -> bool:
         """Whether programs have fixed shapes, prepared at the start: compiled, captured or both."""
         return self.is_compiled or self.has_graphs
+
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """The rows of programs for prompts, ascending; () if they have no fixed shapes."""
+        if not self.has_shapes:
+            return ()
+        # A captured length takes no time to compile.
+        return prefill_lengths(self.prefill_chunk, has_middles=self.has_graphs)
 
     @property
     def has_lookup(self) -> bool:

@@ -63,7 +63,7 @@ def tiles_for(num_pairs: int, experts: int) -> Tiles:
         return Tiles(LeftTile(16, 64, 2, 1, 4), LeftTile(16, 64, 2, 1, 4))
     if mean <= 22:
         return Tiles(LeftTile(32, 64, 2, 1, 3), LeftTile(32, 64, 2, 1, 3))
-    return Tiles(LeftTile(64, 128, 4, 1, 3), LeftTile(64, 128, 4, 1, 3))
+    return Tiles(LeftTile(64, 64, 4, 1, 3), LeftTile(64, 64, 4, 1, 3))
 
 
 def launch_experts(
@@ -136,6 +136,7 @@ def _launch(
         BN=tile.block_n,
         CHUNK=tile.chunk,
         STAGES=tile.num_stages,
+        AHEAD=tile.ahead,
         EVEN=units % tile.chunk == 0,
         **stack.form.constants(),
         num_warps=tile.num_warps,

@@ -48,8 +48,9 @@ def rows_at(
 def sum_codes(
     x, words, scales, pairs, tile, begin, count, n, x_stride, units,
     layout: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
+    FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """The sums [BN weight rows, BM pairs] of an expert's codes; words, scales: where its own begin."""
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -79,11 +80,11 @@ def sum_codes(
         copy_rows(shared_x.index(chunk), x_at, is_row, chunk * CHUNK, units, rows_layout)
     own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
     fields_at, step = fields_of(scales, own_row, n, FIELDS, KIND)
-    fields = load_fields(fields_at, own_row % 16, step, 0, units - 1, CHUNK, FIELDS, KIND)
+    fields = load_fields(fields_at, own_row % 16, step, 0, units - 1, AHEAD * CHUNK, FIELDS, KIND)
     total = sum_units(
         codes, above, shared_x, words_at, above_at, x_at, is_row, fields_at, own_row % 16, step, 0, units,
         fields, gl.zeros([BN, BM], gl.float32, layout), layout, words_layout, above_layout, rows_layout,
-        CHUNK, STAGES, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
+        CHUNK, STAGES, AHEAD, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
     )  # fmt: skip
     async_copy.wait_group(0)
     return finish(total, scales, tile, n, units, layout, BN, FIELDS, KIND, GATED)
@@ -162,8 +163,9 @@ def store_pairs(
 def multiply_pairs(
     x, words, scales, shared, tiles, pairs, out, n, x_stride, units, scale_words, num_tiles,
     SLOTS: gl.constexpr, EXPERTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
+    FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """One tile of pairs, sorted by expert, by BN of its expert's N weight rows.
 
@@ -189,7 +191,7 @@ def multiply_pairs(
         own_scales = scales + expert * scale_words
         total = sum_codes(
             x, own_words, own_scales, pairs, tile, begin, count, n, x_stride, units, layout, SLOTS, BM, BN,
-            CHUNK, STAGES, EVEN, KIND, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, PARTS, GATED,
+            CHUNK, STAGES, AHEAD, EVEN, KIND, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, PARTS, GATED,
         )  # fmt: skip
     lane = gl.arange(0, BM, gl.SliceLayout(0, layout))
     is_row = lane < count
@@ -201,8 +203,9 @@ def multiply_pairs(
 def gate_up_codes_kernel(
     x, words, scales, shared, tiles, pairs, hidden, n, x_stride, units, scale_words, num_tiles,
     SLOTS: gl.constexpr, EXPERTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
+    FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """hidden[sorted pair] = silu(gate x) * up x of the pair's row of x; arguments: see multiply_pairs."""
     if PDL:
@@ -210,7 +213,7 @@ def gate_up_codes_kernel(
         gdc_launch_dependents()
     multiply_pairs(
         x, words, scales, shared, tiles, pairs, hidden, n, x_stride, units, scale_words, num_tiles, SLOTS,
-        EXPERTS, BM, BN, CHUNK, STAGES, EVEN, KIND, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, PARTS, True,
+        EXPERTS, BM, BN, CHUNK, STAGES, AHEAD, EVEN, KIND, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, PARTS, True,
     )  # fmt: skip
 
 
@@ -218,8 +221,9 @@ def gate_up_codes_kernel(
 def down_codes_kernel(
     hidden, words, scales, shared, tiles, pairs, results, n, x_stride, units, scale_words, num_tiles,
     SLOTS: gl.constexpr, EXPERTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr,
-    ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
+    FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """results[pair] = down times the sorted pair's row of hidden, float32; arguments: see multiply_pairs."""
     if PDL:
@@ -227,5 +231,6 @@ def down_codes_kernel(
         gdc_launch_dependents()
     multiply_pairs(
         hidden, words, scales, shared, tiles, pairs, results, n, x_stride, units, scale_words, num_tiles,
-        SLOTS, EXPERTS, BM, BN, CHUNK, STAGES, EVEN, KIND, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, PARTS, False,
+        SLOTS, EXPERTS, BM, BN, CHUNK, STAGES, AHEAD, EVEN, KIND, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, PARTS,
+        False,
     )  # fmt: skip

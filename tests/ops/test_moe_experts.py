@@ -9,6 +9,7 @@ import torch
 
 from compiled_mtp.ops.fp8 import dequantize
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.moe_experts.kernel import configuration
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.harness import check_compiles, check_equal, check_registration, poisoned_allocations
 
@@ -157,6 +158,16 @@ def shards_of(
         (torch.cat((gate, up), 1), columns.contiguous())
         for gate, up, columns in zip(gates, ups, down.chunk(shards, 2), strict=True)
     ]
+
+
+def test_taller_tiles_stay_within_one_class_of_instruction() -> None:
+    """Blackwell multiplies tiles of 64 pairs by other instructions than those of 16."""
+    few, many = (configuration(torch.bfloat16, False, False, is_tall) for is_tall in (False, True))
+    assert (few.tile_rows, many.tile_rows) == (16, 64)
+    assert configuration(torch.bfloat16, False, False, True, "sm_100").tile_rows == 32
+    for is_tall in (False, True):
+        assert configuration(torch.bfloat16, False, True, is_tall, "sm_100") == many
+        assert configuration(torch.bfloat16, True, False, is_tall).tile_rows == 16
 
 
 def test_registration_and_compile() -> None:

@@ -508,7 +508,7 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     assert limits.given == ()
     rows = replace(plan, num_state_rows=30 + SPARE_SLOTS)
     assert limits_of(spec_of(scoring=True), rows).given == ((3, 30), (7, 30), (15, 16))
-    both = {"max_model_len", "prefix_step", "max_prompt_chunks", "given"}
+    both = {"max_model_len", "longest", "prefix_step", "max_prompt_chunks", "given"}
     for one in fields(limits):
         if one.name not in both:
             places = [place for place in (plan, spec, spec.config) if hasattr(place, one.name)]

@@ -197,6 +197,14 @@ def make_stream(engine: Engine, chat: Any, images: Any, params: SamplingParams) 
         ([{"type": "image_url", "image_url": "data:x"}], "image_url must hold base64 after a comma"),
         ([{"type": "image_url"}], "must have a field image_url"),
         ([{"type": "text"}], "must have a field text"),
+        (
+            [{"type": "text", "text": "a", "image_url": {"url": "data:x"}}],
+            "must have no field image_url beside text",
+        ),
+        (
+            [{"type": "image_url", "text": "a", "image_url": {"url": "data:x"}}],
+            "must have no field text beside image_url",
+        ),
     ],
 )
 def test_one_line_and_400(server: Running, content: Any, says: str) -> None:

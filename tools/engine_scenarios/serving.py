@@ -47,6 +47,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import lay_out, pick_prefill_length
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.server.interpreter import settle_interpreter
 from engine_scenarios import common
 
 CHECKED, CHECKED_TOKENS = 12, 16
@@ -260,6 +261,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "mtp_step": flags.mtp_step,
     }
     timeline, rows = Timeline(engine), list[dict[str, Any]]()
+    settle_interpreter()
     # The clients' coroutines and the stepping thread share one interpreter.
     stepped = AsyncEngine(engine, max_open=max(flags.requests or 0, 4 * max(flags.streams)))
     for lengths in flags.lengths:
