@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
+from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.registry import NAMESPACE
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -193,15 +194,15 @@ class Traced(Exception):
     """Stands in for running the traced code."""
 
 
-def few_or_four(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
-    return 1 if rows <= 16 else 4
+def one_four_or_two(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
+    return 1 if rows <= 16 else 4 if rows <= 256 else 2
 
 
 def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU: one split-K partial up to 16 rows, four above."""
-    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", few_or_four)
+    """As on a GPU: one split-K partial up to 16 rows, four up to 256, two above."""
+    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
 
@@ -223,6 +224,14 @@ def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
             program(size, RoundShape(3, 3))
     assert len(shapes) == 2 * (4 + 3)
     assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
+
+
+def test_each_number_of_rows_has_its_number_of_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
+    step = tiny.build_step(tiny.tiny_config(), 3, max_batch=2, dtype=torch.bfloat16)
+    product = next(m for m in step.modules() if isinstance(m, Linear) and m.is_before_norm)
+    counts = [product._count_of(torch.empty(rows, 1)) for rows in (1, 16, 17, 256, 257, 1024)]
+    assert counts == [1, 1, 4, 4, 2, 2]
 
 
 def test_the_garbage_collectors_settings_do_not_change() -> None:
