@@ -43,6 +43,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    # Else nanobind reports as leaked what the interpreter cannot collect at its end.
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
