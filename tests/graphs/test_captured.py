@@ -98,7 +98,8 @@ def driver_of(
     **options: Any,
 ) -> Driver:
     """Return a driver whose programs have graphs and are not ready yet."""
-    runner = make_runner(checkpoint, prefill_chunk=128, mtp_step="auto", mtp_depths=depths, **options)
+    sizes = {"prefill_chunk": 128, "mtp_step": "auto", "mtp_depths": depths, "lookup": "off"}
+    runner = make_runner(checkpoint, **(sizes | options))
     how: dict[str, Any] = {"is_compiled": is_compiled, "plain_depths": plain_depths}
     runner.programs = Programs(runner.step, runner.programs.buckets, 128, graph_mode=graph_mode, **how)
     return Driver(runner)
@@ -204,6 +205,15 @@ def test_depths_after_the_first_are_captured_uncompiled(checkpoint: Path, compil
     assert compiler.compiled == ["decode_1_to_1_drafts_of_1"]
     rounds = [name for name in compiler.captured if not name.startswith(("prefill", "first"))]
     assert rounds == ["decode_1_3_3", "decode_1_0_0", "catch_up_1"]
+
+
+def test_wide_rounds_are_captured_uncompiled(checkpoint: Path, compiler: Compiler) -> None:
+    """At every start, also one that loads the further depths later."""
+    driver = driver_of(checkpoint, "replay", (1, 3), max_batch=1, lookup="auto")
+    driver.runner.programs.warm_up(depth=1)
+    assert compiler.compiled == ["decode_1_to_1_drafts_of_1"]
+    rounds = [name for name in compiler.captured if not name.startswith(("prefill", "first"))]
+    assert rounds[:-1] == ["decode_1_15_3", "decode_1_15_1"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 Registers = dict[str, torch.Tensor]
+# What an instruction computes, its target, and its operands: names of registers, and constants.
+Instruction = tuple[Callable[..., torch.Tensor], str, list[str | torch.Tensor]]
 WORD = 0xFFFFFFFF
 
 
@@ -33,13 +35,15 @@ def run(asm: Any, constraints: str, args: Any, dtype: torch.dtype, is_pure: bool
 
 
 @cache
-def parsed(asm: str) -> list[tuple[Callable[..., torch.Tensor], str, list[str | torch.Tensor]]]:
-    """The instructions, each with its target and its operands: names of registers, and constants."""
-    found = []
+def parsed(asm: str) -> list[Instruction]:
+    found: list[Instruction] = []
     for line in re.split(r"[;\n]", asm):
         text = line.strip()
         if text and text not in "{}" and not text.startswith(".reg"):
             name, operands = text.split(" ", 1)
+            if "{" in operands:
+                found += moves_of_halves(operands)
+                continue
             target, *given = [operand.strip() for operand in operands.split(",")]
             found.append((INSTRUCTIONS[name], target, [operand_of(one) for one in given]))
     return found
@@ -49,6 +53,14 @@ def operand_of(text: str) -> str | torch.Tensor:
     if text.startswith("0f"):
         return torch.tensor(int(text[2:], 16))
     return text if re.match("[$%a-z]", text) else torch.tensor(int(text, 0))
+
+
+def moves_of_halves(operands: str) -> list[Instruction]:
+    """`mov.b32 {low, high}, word` takes a register apart; the reverse joins two of 16 bits."""
+    first, second, third = re.findall(r"[$%\w]+", operands)
+    if operands.startswith("{"):
+        return [(lambda word: word & 0xFFFF, first, [third]), (lambda word: word >> 16, second, [third])]
+    return [(lambda low, high: low | high << 16, first, [second, third])]
 
 
 def to_registers(tile: torch.Tensor, pack: int) -> list[torch.Tensor]:
