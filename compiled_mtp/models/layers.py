@@ -385,7 +385,8 @@ class GatedDeltaNet(nn.Module):
             q, k, v, exp_g, beta = spec_conv1d(*inputs, rows.start, *self.heads, ba)
             rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
             cursors = (rows.state_index, rows.base, rows.start)
-            how = (*last, self.out_proj.resident, cache.max_unfolded)
+            is_early = self.out_proj.resident or self.out_proj.is_packed
+            how = (*last, is_early, cache.max_unfolded)
             norm = (self.norm_weight, *rings, *cursors, *how)
             y = gdn_verify(q, k, v, exp_g, beta, z, *norm)
         return self.out_proj.partials(y, rows)
