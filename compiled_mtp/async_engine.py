@@ -320,7 +320,8 @@ class AsyncEngine:
         """Call a method of the engine in the stepping thread, between two steps: `update_weights`, `sleep`,
         `wake_up`; return its result.
 
-        Outputs of requests that end meanwhile come afterwards. Raises what the method raises, and
+        Outputs of requests that end meanwhile come afterwards. It counts as no step: it may decode requests
+        to their ends, or compile, and takes as long as that. Raises what the method raises, and
         EngineStoppedError.
         """
         done: Future[Any] = Future()
@@ -328,10 +329,12 @@ class AsyncEngine:
         def call() -> None:
             # The caller may have gone.
             if done.set_running_or_notify_cancel():
+                self._turn_began_s = None
                 try:
                     done.set_result(getattr(self._engine, name)(*args, **kwargs))
                 except Exception as error:
                     done.set_exception(error)
+                self._turn_began_s = time.monotonic()
 
         with self._lock:
             self._check_open(0)

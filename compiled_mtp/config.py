@@ -325,7 +325,7 @@ class EngineConfig(BaseSettings):
     lookup: Literal["auto", "off"] = Field(
         default="off",
         description="auto to draft also what followed the last tokens where they occur earlier in the "
-        "request's text, for edits, quotes and agents; up to 15 drafts with at most 8 slots (max_batch); "
+        "request's text, for edits, quotes and agents; up to 15 drafts where memory holds their rings; "
         "no token depends on it",
         json_schema_extra=NOT_TRACED,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -92,7 +93,8 @@ class Engine(WeightControl):
             make_runner = LeadRunner
         spec = resolve(self.config, self.model_config, num_valid_ids, is_checkpoint=fill is None)
         self.runner = make_runner(spec, progress, fill, save_to=save_to)
-        spec = spec.for_batch(self.runner.memory.max_batch)
+        # Memory has decided on wide rounds.
+        spec = replace(spec, wide_shapes=self.runner.spec.wide_shapes)
         self._depths = rounds = self._make_depths()
         depth, widen = (None, None) if rounds is None else (rounds.choose, rounds.widen)
         limits, read = limits_of(spec, self.runner.memory), self.runner.read_experts
@@ -519,13 +521,13 @@ class Engine(WeightControl):
         begin = first_depth(depths)
         sizes = [b.groups for b in self.runner.programs.buckets if b.shape == (begin, begin)]
         ready = depths if self.runner.later is None else (begin,)
-        return DepthPolicy(ready, sizes, max_drafts=spec.max_drafts)
+        return DepthPolicy(ready, sizes, wide_drafts=spec.wide_drafts)
 
     def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
         """Add a depth whose programs have become ready, if one has."""
         depth = later.take()
         if depth is not None:
-            depths.add_depth(depth)
+            depths.add_depths((depth,))
         elif later.is_done:
             self.runner.later = None
 

@@ -39,9 +39,10 @@ from compiled_mtp.replicas.metrics import ReplicaMetrics
 from compiled_mtp.replicas.relay import RelayLimits
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.interpreter import settle_interpreter
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import PromptPool
-from compiled_mtp.server.serve import assemble_service, name_model, settle_interpreter
+from compiled_mtp.server.serve import assemble_service, name_model
 
 if TYPE_CHECKING:
     from compiled_mtp.spec.engine_stats import EngineStats

@@ -63,9 +63,7 @@ def ladder(
     step = lcm(unit, query_len)
     if batch_sizes is None:
         counts = _doubling(-(-max_batch * query_len // step))
-        least = -(-_MANY_REQUESTS * query_len // step)
-        doubled = [low for low, high in pairwise(counts) if low >= least and high == 2 * low]
-        counts = tuple(sorted({*counts, *(3 * low // 2 for low in doubled)}))
+        counts = _with_middles(counts, -(-_MANY_REQUESTS * query_len // step))
     else:
         counts = tuple(sorted({-(-batch * query_len // step) for batch in (*batch_sizes, max_batch)}))
     return tuple(Bucket(count * step, shape) for count in counts)
@@ -109,17 +107,21 @@ def sharing(sizes: Iterable[int]) -> frozenset[int]:
     return several if len(several) > 1 else frozenset()
 
 
-def prefill_lengths(prefill_chunk: int) -> tuple[int, ...]:
+def prefill_lengths(prefill_chunk: int, *, has_middles: bool = False) -> tuple[int, ...]:
     """Return the padded lengths of prefill launches, smallest first: doubling from 64 up to prefill_chunk.
 
-    Raises ValueError unless prefill_chunk is a positive multiple of 64.
+    has_middles: a length in the middle between two follows each, if it is a multiple of 64. Raises ValueError
+    unless prefill_chunk is a positive multiple of 64.
     """
     if prefill_chunk < 1 or prefill_chunk % PREFILL_MULTIPLE:
         raise ValueError(
             f"prefill_chunk must be a positive multiple of {PREFILL_MULTIPLE}, got {prefill_chunk}; "
             f"{PREFILL_MULTIPLE * max(1, -(-prefill_chunk // PREFILL_MULTIPLE))} is the next one"
         )
-    return tuple(count * PREFILL_MULTIPLE for count in _doubling(prefill_chunk // PREFILL_MULTIPLE))
+    counts = _doubling(prefill_chunk // PREFILL_MULTIPLE)
+    if has_middles:
+        counts = _with_middles(counts, 2)
+    return tuple(count * PREFILL_MULTIPLE for count in counts)
 
 
 def prompt_chunk_limit(length: int, max_batch: int) -> int:
@@ -160,6 +162,12 @@ def _doubling(last: int) -> tuple[int, ...]:
     while counts[-1] < last:
         counts.append(min(2 * counts[-1], last))
     return tuple(counts)
+
+
+def _with_middles(counts: Sequence[int], least: int) -> tuple[int, ...]:
+    """Add to counts, from `least` on, the middle between each and its double."""
+    doubled = [low for low, high in pairwise(counts) if low >= least and high == 2 * low]
+    return tuple(sorted({*counts, *(3 * low // 2 for low in doubled)}))
 
 
 def _check(name: str, value: int, low: int) -> None:

@@ -148,7 +148,7 @@ def mark_sizes(tensors: Collection[torch.Tensor]) -> None:
 def capture(program: Program, inputs: Inputs, pool: Any) -> Program:
     """Capture one call on static `inputs` as a CUDA graph and return its replay, which takes the same inputs.
 
-    `program`, compiled or not, must have run before, so that nothing compiles during the capture. The replay
+    `program` must have run before, or its kernels be compiled, so that nothing compiles meanwhile. The replay
     returns the same output tensor each time, which every replay of the pool overwrites: copy it out on the
     same stream. Other threads may use the device during the capture. The garbage collector is off: an engine
     dropped without `close` would wait for its stream when collected, which ends the capture.

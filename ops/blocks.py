@@ -7,11 +7,13 @@ q, or s * table[q]; products round it once to bfloat16.
 
 Words [N, W] int16: the units of 16 rows lie together, one after another; each unit holds, for the 16 rows in
 order, 32 words of four bits of four codes: bits 4 i to 4 i + 3 of word j belong to column 32 i + j. A tensor
-core takes 32 neighbouring columns from 32 neighbouring words without moving any. Behind these words come,
-again for the 16 rows in order, what codes have above four bits:
-- five bits: 16 words for two rows; in the low byte of word j for the first row, and in its high byte for the
-  second, bit i + 4 h is the fifth bit of column 32 i + 16 h + j;
-- six bits: 16 words; bits 2 (i + 4 h) and the next one of word j belong to column 32 i + 16 h + j;
+core takes 32 neighbouring columns from 32 neighbouring words without moving any. The four bits of an FP4 code
+lie apart in their word, as FP4_PLACES has it: few instructions then move them to those of bfloat16. Behind
+these words come, again for the 16 rows in order, what codes have above four bits:
+- five bits: 16 words for two rows; bit 8 (i // 2) + i % 2 + 2 h of word j is the fifth bit of column
+  32 i + 16 h + j, four bits higher for the second row;
+- six bits: 16 words; bit 8 (i // 2) + 2 (i % 2 + 2 h) of word j and the next one belong to column
+  32 i + 16 h + j: like those of codes i and i + 2 in the words above, they are eight bits apart;
 - eight bits differ: the low byte of word j is column j, its high byte column 32 + j, and behind these words
   come 32 words for columns 64 + j and 96 + j.
 
@@ -43,6 +45,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 """The numbers that the codes of FP4 stand for."""
 
 
+FP4_PLACES = ((6, 15), (3, 11), (0, 9), (12, 10))
+"""Of each slice's FP4 code the first bit of exponent and mantissa in the word, and the bit of the sign."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """How one kind of weight is stored.
@@ -70,6 +76,11 @@ class Kind:
         return 16 if self.group == 16 or self.bits == 5 else _WORDS
 
     @property
+    def is_fp4(self) -> bool:
+        """Whether codes are e2m1."""
+        return self.name in ("NVFP4", "MXFP4")
+
+    @property
     def words(self) -> int:
         """Words of a unit of a row."""
         return _WORDS * self.bits // 4
@@ -88,6 +99,12 @@ class Kind:
         return (self.words + self.fields) * 16 / UNIT
 
 
+def _places_above(kind: Kind) -> dict[tuple[int, int], int]:
+    """Where, in the words of what codes have above four bits, those of each slice and half of it begin."""
+    width = kind.bits - 4
+    return {(i, h): 8 * (i // 2) + width * (i % 2 + 2 * h) for i in range(SLICES) for h in range(2)}
+
+
 def pack(codes: Tensor, kind: Kind) -> Tensor:
     """Return words [N, K / 128 * kind.words] int16 of codes [N, K] uint8; N a multiple of 16, K of 128."""
     n = codes.shape[0]
@@ -99,20 +116,19 @@ def pack(codes: Tensor, kind: Kind) -> Tensor:
         return torch.cat([pair.flatten(2) for pair in pairs], 2).view(n, -1)
     words = torch.zeros_like(slices[0], dtype=torch.int32)
     for index, part in enumerate(slices):
-        words |= (part & 15).to(torch.int32) << 4 * index
+        if kind.is_fp4:
+            number, sign = FP4_PLACES[index]
+            words |= (part & 7).to(torch.int32) << number | (part >> 3).to(torch.int32) << sign
+        else:
+            words |= (part & 15).to(torch.int32) << 4 * index
     planes = [words.to(torch.int16).flatten(2)]
     if kind.bits > 4:
-        width = kind.bits - 4
-        high = torch.zeros_like(slices[0])
-        for index, part in enumerate(slices):
-            high |= part >> 4 << width * index
+        above = torch.zeros_like(words[..., :_HALF])
+        for (index, half), at in _places_above(kind).items():
+            above |= (slices[index] >> 4).to(torch.int32)[..., _HALF * half :][..., :_HALF] << at
         if kind.bits == 5:
-            high = high[..., :_HALF] | high[..., _HALF:] << 4
-            high = high.unflatten(2, (-1, 2)).transpose(3, 4)
-        else:
-            high = torch.stack(high.split(_HALF, -1), -1)
-        high = high.flatten(2)
-        planes.append(_bytes_to_words(high).flatten(2))
+            above = above[:, :, ::2] | above[:, :, 1::2] << 4
+        planes.append(above.to(torch.int16).flatten(2))
     return torch.cat(planes, 2).view(n, -1)
 
 
@@ -125,18 +141,19 @@ def unpack(words: Tensor, kind: Kind) -> Tensor:
     if kind.bits == 8:
         second = others.unflatten(-1, (ROWS, _WORDS))
         slices = [_words_to_bytes(plane)[..., half::2] for plane in (first, second) for half in (0, 1)]
+    elif kind.is_fp4:
+        parts = [(first >> number & 7) | (first >> sign & 1) << 3 for number, sign in FP4_PLACES]
+        slices = [part.to(torch.uint8) for part in parts]
     else:
         slices = [(first >> 4 * index & 15).to(torch.uint8) for index in range(SLICES)]
     if kind.bits in (5, 6):
-        width = kind.bits - 4
-        high = _words_to_bytes(others)
+        above = others.to(torch.int32).unflatten(-1, (-1, _HALF))
         if kind.bits == 5:
-            both = high.unflatten(2, (-1, _HALF, 2)).transpose(3, 4).flatten(2, 3)
-            high = torch.cat((both & 15, both >> 4), -1)
-        else:
-            high = torch.cat(high.unflatten(2, (ROWS, _HALF, 2)).unbind(-1), -1)
-        mask = (1 << width) - 1
-        slices = [low | (high >> width * index & mask) << 4 for index, low in enumerate(slices)]
+            above = torch.stack((above, above >> 4), 3).flatten(2, 3)
+        mask = (1 << kind.bits - 4) - 1
+        for (index, half), at in _places_above(kind).items():
+            own = slices[index][..., _HALF * half :][..., :_HALF]
+            own |= ((above >> at & mask) << 4).to(torch.uint8)
     return torch.stack(slices, 3).transpose(1, 2).reshape(n, -1)
 
 
@@ -266,7 +283,7 @@ KINDS = MappingProxyType(
         for kind in (
             Kind("Q4_K", 4, 5, 32, _less(0), _affine_scales),
             Kind("Q5_K", 5, 5, 32, _less(0), _affine_scales),
-            Kind("Q6_K", 6, 5, 16, _less(32), _q6_scales, scales_sums=True),
+            Kind("Q6_K", 6, 5, 16, _less(32), _q6_scales),
             Kind("Q8_0", 8, 4, 32, _less(128), _half_scales),
             Kind("Q4_0", 4, 4, 32, _less(8), _half_scales, scales_sums=True),
             Kind("IQ4_XS", 4, 3, 32, _look_up(IQ4), _iq4_scales),

@@ -11,11 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_mtp.ops.blocks import IQ4
+from compiled_mtp.ops.blocks import FP4_PLACES, IQ4
 
 # The bits of 2^23: kernels get them as the argument `magic`.
 MAGIC = 0x4B000000
 TWO_23 = tl.constexpr(8388608.0)
+FP4_DOWN = tl.constexpr(tuple(number for number, _ in FP4_PLACES))
+FP4_SIGN_UP = tl.constexpr(tuple(31 - sign for _, sign in FP4_PLACES))
 
 
 def _four_bytes(first: int) -> int:
@@ -139,14 +141,14 @@ def decode_part(codes, fields, row, magic, PART: tl.constexpr, WIDTH: tl.constex
     if KIND == "Q4_K":
         value = number_of((words & (15 << (4 * SLICE))) | magic, 0.0) * (s * down) + o
     elif KIND == "Q5_K":
-        shift = row % 2 * 8 + zero
+        shift = row % 2 * 4 + zero
         above = codes[2].to(tl.int32) >> shift[None, :]
-        high = (((above >> (SLICE + 4 * HALF)) << 4) & 16) | magic
+        high = (((above >> (SLICE // 2 * 8 + SLICE % 2 + 2 * HALF)) << 4) & 16) | magic
         code = ((words >> (4 * SLICE)) & 15) | high
         value = number_of(code, 0.0) * s + o
     elif KIND == "Q6_K":
         above = codes[2].to(tl.int32)
-        high = (((above >> (2 * SLICE + 8 * HALF)) << 4) & 48) | magic
+        high = (((above >> (SLICE // 2 * 8 + SLICE % 2 * 2 + 4 * HALF)) << 4) & 48) | magic
         code = ((words >> (4 * SLICE)) & 15) | high
         value = number_of(code, 32.0) * s
     elif KIND == "Q8_0":
@@ -165,8 +167,7 @@ def decode_part(codes, fields, row, magic, PART: tl.constexpr, WIDTH: tl.constex
         value = number_of(((four >> ((code & 3) * 8)) & 0xFF) | magic, 128.0) * s
     else:
         # Exponent and mantissa of e2m1 as those of a tiny float32, and its sign.
-        code = words >> (4 * SLICE)
-        tiny = ((code & 8) << 28) | ((code & 7) << 22)
+        tiny = ((words << FP4_SIGN_UP[SLICE]) & (-1 << 31)) | (((words >> FP4_DOWN[SLICE]) & 7) << 22)
         value = tiny.to(tl.float32, bitcast=True) * 8.507059173023462e37 * s
     return value.to(tl.bfloat16)
 

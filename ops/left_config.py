@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from compiled_mtp.ops.blocks import KINDS
+
 # Of an H100's and an H200's 132 processors: of fewer programs a tile is too large.
 MIN_PROGRAMS = 120
 GROUP_ROWS = 64
@@ -43,12 +47,25 @@ class LeftForm:
         }
 
 
+def form_of_int4(scale_dtype: torch.dtype, per_unit: int) -> LeftForm:
+    """How products read codes of ops.int4 with `per_unit` groups a unit."""
+    kind = "INT4_BF16" if scale_dtype == torch.bfloat16 else "INT4"
+    return LeftForm(kind, width=32, words=32, above=0, fields=per_unit, parts_per_scale=4 // per_unit)
+
+
+def form_of_kind(kind: str) -> LeftForm:
+    """How products read a kind of ops.blocks."""
+    own = KINDS[kind]
+    above = {5: 16, 6: 16, 8: 32}.get(own.bits, 0)
+    return LeftForm(kind, own.width, own.words, above, own.fields, int(own.scales_sums))
+
+
 @dataclass(frozen=True)
 class LeftTile:
     """One launch configuration of `left_kernel`.
 
     A tile has `block_m` rows and `block_n` weight rows, one or more blocks of 16 for each warp. chunk: units
-    that a stage of shared memory holds.
+    that a stage of shared memory holds. ahead: chunks whose scales are loaded early.
     """
 
     block_m: int
@@ -56,6 +73,7 @@ class LeftTile:
     num_warps: int
     chunk: int
     num_stages: int
+    ahead: int = 1
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""
@@ -67,13 +85,15 @@ class LargeMTile:
     """One launch configuration of `left_large_m_kernel`.
 
     A tile has `block_m` rows, and 64 weight rows for each of `groups` warp groups. registers: those of a
-    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory.
+    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory. ahead: units
+    whose scales are loaded early.
     """
 
     block_m: int
     groups: int
     registers: int
     num_stages: int
+    ahead: int = 2
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from compiled_mtp.ops.blocks import IQ4
+from compiled_mtp.ops.blocks import FP4_PLACES, IQ4
 from compiled_mtp.ops.left_operand import as_float, spread, weight_row
 
 # The bits of 2^23.
@@ -24,6 +24,12 @@ MAGIC = "0x4B000000"
 @gluon.constexpr_function
 def is_int4(kind):
     return kind in ("INT4", "INT4_BF16")
+
+
+@gluon.constexpr_function
+def is_affine(kind):
+    """Whether values are s * q + o, made of codes in the last bits of 0."""
+    return kind in ("Q4_K", "Q5_K", "Q6_K")
 
 
 @gluon.constexpr_function
@@ -72,6 +78,14 @@ def _program(body):
 
 
 @gluon.constexpr_function
+def _moved(register, source, left):
+    """`source` moved by `left` bits, or to the right."""
+    return (
+        f"shl.b32 {register}, {source}, {left};" if left >= 0 else f"shr.u32 {register}, {source}, {-left};"
+    )
+
+
+@gluon.constexpr_function
 def _affine_in_place(index):
     """Codes of four bits that stay where they are in their word: 2^(4 index) times as large."""
     mask = f"0x{15 << 4 * index:X}"
@@ -86,29 +100,23 @@ def _affine_in_place(index):
 
 
 @gluon.constexpr_function
-def _low_and_high_bits(bits, part, base):
-    """Codes of five or six bits in `field`, in the last bits of `base`: the upper ones, `bits` of them, come
-    from a second word."""
+def _affine_from_two_words(bits, part):
+    """Codes of five or six bits, whose upper ones come from a second word. Those of slices 2 and 3 are 2^8
+    times as large.
+
+    `field` holds codes of slices i and i + 2, so two parts have it in common, and a compiler makes it once.
+    """
     index, half = part // 2, part % 2
-    high_at = bits * (index + 4 * half) - 4
-    mask = (1 << bits) - 1 << 4
-    move = f"shr.u32 high, $2, {high_at};" if high_at >= 0 else f"shl.b32 high, $2, {-high_at};"
-    return f"""
-        shr.u32 field, $1, {4 * index};
-        {move}
-        lop3.b32 field, field, 0x000f000f, 0x{base << 16 | base:08X}, 0xea;
-        lop3.b32 field, high, 0x{mask << 16 | mask:08X}, field, 0xea;
-        """
-
-
-@gluon.constexpr_function
-def _affine_from_two_words(part):
-    """Codes of five bits."""
+    move = 4 - (bits - 4) * (index % 2 + 2 * half)
+    mask = f"0x{(1 << bits) - 1 << 8 * (index // 2):X}"
     return _program(
-        _low_and_high_bits(1, part, 0)
-        + """
-        and.b32 low, field, 0xffff;
+        f"""
+        shr.u32 field, $1, {4 * (index % 2)};
+        {_moved("high", "$2", move)}
+        lop3.b32 field, field, high, 0x0f0f0f0f, 0xe4;
+        and.b32 low, field, {mask};
         shr.u32 high, field, 16;
+        and.b32 high, high, {mask};
         """
         + _affine(2)
     )
@@ -124,12 +132,6 @@ def _numbers(index):
         """
         + _subtracted(8)
     )
-
-
-@gluon.constexpr_function
-def _numbers_from_two_words(part):
-    """Codes of six bits, less 32."""
-    return _program(_low_and_high_bits(2, part, 0x4300) + _subtracted(32))
 
 
 @gluon.constexpr_function
@@ -174,15 +176,18 @@ def _less_zero_point(index: int) -> str:
 @gluon.constexpr_function
 def _fp4(index: int) -> str:
     """Sign, exponent and mantissa moved to those of two bfloat16 numbers `field`, 2^-126 times as large."""
-    left, move = 12 - 4 * index, 6 - 4 * index
-    tiny = f"shl.b32 field, $1, {move};" if move >= 0 else f"shr.u32 field, $1, {-move};"
-    return f"""
-        shl.b32 high, $1, {left};
-        {tiny}
-        and.b32 high, high, 0x80008000;
-        lop3.b32 field, field, 0x01C001C0, high, 0xea;
-        mov.b32 high, 0x80008000;
-        """
+    number, sign = FP4_PLACES[index]
+    # An exponent of bfloat16 ends at bit 7, a sign is bit 15.
+    if sign - number == 9:
+        both = _moved("field", "$1", 6 - number) + "and.b32 field, field, 0x81C081C0;"
+    else:
+        both = (
+            _moved("field", "$1", 6 - number)
+            + _moved("high", "$1", 15 - sign)
+            + "and.b32 high, high, 0x80008000;"
+            + "lop3.b32 field, field, 0x01C001C0, high, 0xea;"
+        )
+    return both + "mov.b32 high, 0x80008000;"
 
 
 @gluon.constexpr_function
@@ -201,11 +206,13 @@ def _mxfp4(index: int) -> str:
 @gluon.constexpr_function
 def _nvfp4(index: int) -> str:
     """Codes times 2^110 of their scale: an even slice's is the first of $2, an odd slice's the second."""
-    half = "0x3232" if index % 2 else "0x1010"
+    half = "second" if index % 2 else "first"
     return _program(
         _fp4(index)
         + f"""
-        prmt.b32 low, $2, $2, {half};
+        .reg .b16 first, second;
+        mov.b32 {{first, second}}, $2;
+        mov.b32 low, {{{half}, {half}}};
         fma.rn.bf16x2 $0, field, low, high;
         """
     )
@@ -251,12 +258,10 @@ def program_of(kind, part):
         return _less_zero_point(part)
     if kind == "Q4_K":
         return _affine_in_place(part)
-    if kind == "Q5_K":
-        return _affine_from_two_words(part)
+    if kind == "Q5_K" or kind == "Q6_K":
+        return _affine_from_two_words(5 if kind == "Q5_K" else 6, part)
     if kind == "Q4_0":
         return _numbers(part)
-    if kind == "Q6_K":
-        return _numbers_from_two_words(part)
     if kind == "Q8_0":
         return _bytes(part)
     if kind == "IQ4_XS":
@@ -268,7 +273,7 @@ def program_of(kind, part):
 def constraints_of(kind):
     """The registers of `program_of`: words of two columns, then scales or zero points that it applies."""
     words = 2 if kind in ("Q5_K", "Q6_K", "IQ4_XS") else 1
-    scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 0, "Q4_0": 0, "INT4": 1, "INT4_BF16": 1}.get(kind, 2)
+    scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 4, "Q4_0": 0, "INT4": 1, "INT4_BF16": 1}.get(kind, 2)
     number = "r" if is_int4(kind) or kind in ("NVFP4", "MXFP4") else "f"
     return ",".join(["=&r", *["r"] * words, *[number] * scales])
 
@@ -344,15 +349,15 @@ def load_codes(
         codes += (above.slice(UNIT * 16, 16, 1).load(left),)
     elif KIND == "Q5_K":
         both = above.slice(UNIT * 16, 16, 1).load(left)
-        codes += (own_bytes(both, spread(row % 2 * 8, both)),)
+        codes += (own_bits(both, spread(row % 2 * 4, both)),)
     elif KIND == "IQ4_XS":
         codes = (numbers_of(codes[0]),)
     return codes
 
 
 @gluon.jit
-def own_bytes(words, shift):
-    """The low or the high bytes of words, by their shift, in the low bytes; others in the high bytes."""
+def own_bits(words, shift):
+    """The low or the high four bits of bytes, by their shift, in the low ones; others in the high ones."""
     return gl.inline_asm_elementwise(
         "shr.u32 $0, $1, $2;", "=r,r,r,r", [words, shift], dtype=gl.int16, is_pure=True, pack=2
     )
@@ -403,50 +408,59 @@ def whole(bits, LESS: gl.constexpr):
 
 
 @gluon.jit
-def signed_byte(word, INDEX: gl.constexpr):
-    """Byte INDEX of a word, -128 to 127, as float32."""
-    # Each byte with its sign bit inverted: more by 128.
+def signed_byte_times(word, INDEX: gl.constexpr, factor):
+    """Byte INDEX of a word, -128 to 127, times a factor of eleven bits, in float32."""
+    # Each byte with its sign bit inverted, more by 128, in the last eight of 2^15's sixteen bits: 2^15 + 128
+    # times the factor is exact.
     bits = gl.inline_asm_elementwise(
-        f"prmt.b32 $0, $1, 0x4B000000, 0x744{INDEX};", "=r,r", [word ^ -0x7F7F7F80], dtype=gl.int32,
+        f"prmt.b32 $0, $1, 0x47000000, 0x76{INDEX}4;", "=r,r", [word ^ -0x7F7F7F80], dtype=gl.int32,
         is_pure=True, pack=1,
     )  # fmt: skip
-    return as_float(bits) - 8388736.0
+    return gl.fma(as_float(bits), factor, factor * -32896.0)
 
 
 @gluon.jit
 def twelve_of(fields, SLICE: gl.constexpr):
-    """The scale and the minimum of a slice, six bits each."""
-    if SLICE < 3:
-        return field_of(fields, 2 + SLICE)
-    twelve = field_of(fields, 2) >> 12
-    twelve |= (field_of(fields, 3) >> 12) << 4
-    return twelve | ((field_of(fields, 4) >> 12) << 8)
+    """The scale and the minimum of a slice, six bits each, in the last bits of a word."""
+    if SLICE == 3:
+        twelve = (fields[1] >> 12) & 0xF
+        twelve |= (fields[1] >> 24) & 0xF0
+        return twelve | ((fields[2] >> 4) & 0xF00)
+    elif SLICE == 1:
+        return fields[1] >> 16
+    else:
+        return fields[1 + SLICE // 2]
 
 
 @gluon.jit
-def offset_of(fields, SLICE: gl.constexpr):
-    """2^-48 o [BN] of a slice's columns, in float32."""
-    # Six bits that stay where they are, 64 times as large.
-    return whole(twelve_of(fields, SLICE) & 0xFC0, 0.0) * (half_of(fields, 1) * (-(2.0**-54)))
+def times_bits(word, MASK: gl.constexpr, factor):
+    """The number in the bits MASK of a word, below 2^23, times a factor, in float32."""
+    return gl.fma(as_float((word & MASK) | 0x4B000000), factor, factor * -8388608.0)
 
 
 @gluon.jit
-def affine_scale_of(fields, SLICE: gl.constexpr, KIND: gl.constexpr):
-    """2^-48 s [BN] of a slice's columns, times the power of two that their codes lack."""
-    up: gl.constexpr = 2.0 ** (101 - (4 * SLICE if KIND == "Q4_K" else 0))
-    return whole(twelve_of(fields, SLICE) & 63, 0.0) * (half_of(fields, 0) * up)
+def affine_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
+    """2^-48 s [BN] of a slice's columns, or of one half of them, with the power of two that undoes where
+    their codes lie, and 2^-48 o, in float32."""
+    up: gl.constexpr = 2.0 ** (101 - (4 * SLICE if KIND == "Q4_K" else SLICE // 2 * 8))
+    if KIND == "Q6_K":
+        s = signed_byte_times(fields[(1 + SLICE) // 2], (1 + SLICE) % 2 * 2 + HALF, half_of(fields, 0) * up)
+        # Less 32 codes.
+        return s, s * -(2.0**-43 / up)
+    else:
+        twelve = twelve_of(fields, SLICE)
+        # Six bits that stay where they are, 64 times as large.
+        o = times_bits(twelve, 0xFC0, half_of(fields, 1) * -(2.0**-54))
+        return times_bits(twelve, 63, half_of(fields, 0) * up), o
 
 
 @gluon.jit
-def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
-    """s [BN] of a slice's columns, or of one half of them, in float32."""
+def scale_of(fields, SLICE: gl.constexpr, KIND: gl.constexpr):
+    """s [BN] of a slice's columns in float32."""
     if KIND == "INT4":
         return half_in(fields[SLICE * len(fields) // 4], False)
     elif KIND == "INT4_BF16":
         return as_float(fields[SLICE * len(fields) // 4] << 16)
-    elif KIND == "Q6_K":
-        word = fields[(1 + SLICE) // 2]
-        return half_of(fields, 0) * signed_byte(word, (1 + SLICE) % 2 * 2 + HALF)
     elif KIND == "IQ4_XS":
         six = (field_of(fields, 1 + SLICE // 2) >> (6 * (SLICE % 2))) & 63
         return half_of(fields, 0) * whole(six, 32.0)
@@ -515,16 +529,14 @@ def decode_part(codes, fields, PART: gl.constexpr, WIDTH: gl.constexpr, KIND: gl
         inputs = (words, spread(as_bfloat16(fields[SLICE * len(fields) // 4] >> 16), words))
     elif KIND == "Q4_0":
         inputs = (words,)
-    elif KIND == "Q6_K":
-        inputs = (words, codes[2])
     elif KIND == "NVFP4" or KIND == "MXFP4":
         inputs = (words, spread(fp4_scale(fields, SLICE, HALF, KIND), words))
-    elif KIND == "Q4_K" or KIND == "Q5_K":
-        s = spread(affine_scale_of(fields, SLICE, KIND), words)
-        o = spread(offset_of(fields, SLICE), words)
-        inputs = (words, codes[2], s, o) if KIND == "Q5_K" else (words, s, o)
+    elif is_affine(KIND):
+        s, o = affine_of(fields, SLICE, HALF, KIND)
+        s, o = spread(s, words), spread(o, words)
+        inputs = (words, s, o) if KIND == "Q4_K" else (words, codes[2], s, o)
     else:
-        inputs = (words, spread(scale_of(fields, SLICE, HALF, KIND), words))
+        inputs = (words, spread(scale_of(fields, SLICE, KIND), words))
     return gl.inline_asm_elementwise(
         program_of(KIND, PART), constraints_of(KIND), inputs, dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -542,7 +554,7 @@ def finish(
         at = weight_scale + row // 16 * (8 * FIELDS) + row % 16 + all_units * (n // 2 * FIELDS)
         factor = as_float(gl.load(at)) * 65536.0
         return gl.fma(total, spread(factor, total), gl.zeros([BN, total.shape[1]], gl.float32, layout))
-    elif KIND == "Q4_K" or KIND == "Q5_K":
+    elif is_affine(KIND):
         return total * 281474976710656.0
     else:
         return total

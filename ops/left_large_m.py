@@ -34,6 +34,7 @@ from compiled_mtp.ops.left_decode import (
     load_fields,
     own_fields,
     scale_of,
+    words_of_scales,
 )
 from compiled_mtp.ops.left_operand import (
     LeftWeight,
@@ -156,7 +157,7 @@ def add_scaled(
     sums, fields, total, PART: gl.constexpr, layout: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr
 ):
     """total plus the sums of the columns of one scale, part PART among them, times that scale."""
-    scale = scale_of(fields, PART * WIDTH // 32, PART * WIDTH % 32 // 16, KIND)
+    scale = scale_of(fields, PART * WIDTH // 32, KIND)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, layout), assert_trivial=True)
     return gl.fma(sums, spread(scale, total), total)
 
@@ -164,7 +165,8 @@ def add_scaled(
 @gluon.jit
 def multiply_units(
     given, GROUP: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
+    AHEAD: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, PARTS: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """Multiply BM rows by the 64 weight rows of group GROUP, unit after unit.
 
@@ -181,23 +183,27 @@ def multiply_units(
     fields_at, step = fields_of(weight_scale, row, n, FIELDS, KIND)
     in_block = row % 16
     end = first + units
-    fields = load_fields(fields_at, in_block, step, first, end - 1, 1, FIELDS, KIND)
+    PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
+    fields = load_fields(fields_at, in_block, step, first, end - 1, AHEAD, FIELDS, KIND)
     total = gl.zeros([64, BM], gl.float32, layout)
     stage = 0
     phase = 0
     for unit in range(units):
-        next_fields = load_fields(fields_at, in_block, step, first + unit + 1, end - 1, 1, FIELDS, KIND)
+        fields += load_fields(fields_at, in_block, step, first + unit + AHEAD, end - 1, 1, FIELDS, KIND)
         mbarrier.wait(full.index(stage), phase)
         own = words.index(stage * GROUPS + GROUP)
         own_above = above.index(stage * GROUPS + GROUP)
         own_x = shared_x.index(stage)
-        total = add_unit(own, own_above, own_x, fields, in_block, total, layout, WIDTH, FIELDS, KIND, PARTS)
+        unit_fields = fields[:PER_UNIT]
+        total = add_unit(
+            own, own_above, own_x, unit_fields, in_block, total, layout, WIDTH, FIELDS, KIND, PARTS
+        )
         mbarrier.arrive(empty.index(stage), count=1)
         stage = stage + 1
         if stage == STAGES:
             stage = 0
             phase = phase ^ 1
-        fields = next_fields
+        fields = fields[PER_UNIT:]
     total = finish(total, weight_scale, own_tile, n, all_units, layout, 64, FIELDS, KIND, GATED)
     store_tile(total, out, own_tile, first_row, partial, rows, n, layout, 64, BM, GATED)
 
@@ -207,7 +213,7 @@ def multiply_units(
 def left_large_m_kernel(
     x, weight, weight_scale, out, rows, n, weight_stride, units, all_units,
     BM: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
+    AHEAD: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
     BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BM rows by a tile of 64 GROUPS weight rows, over one K split of `units` units; GROUPS: 2, 3 or 5.
@@ -242,8 +248,8 @@ def left_large_m_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (multiply_units, (given, 0, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (multiply_units, (given, 1, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 0, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 1, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
                 (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
             [4, 4],
@@ -252,9 +258,9 @@ def left_large_m_kernel(
     elif GROUPS == 3:
         gl.warp_specialize(
             [
-                (multiply_units, (given, 0, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (multiply_units, (given, 1, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (multiply_units, (given, 2, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 0, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 1, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 2, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
                 (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
             [4, 4, 4],
@@ -263,11 +269,11 @@ def left_large_m_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply_units, (given, 0, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (multiply_units, (given, 1, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (multiply_units, (given, 2, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (multiply_units, (given, 3, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
-                (multiply_units, (given, 4, BM, GROUPS, STAGES, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 0, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 1, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 2, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 3, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
+                (multiply_units, (given, 4, BM, GROUPS, STAGES, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED)),
                 (load_units, (sources, BM, GROUPS, STAGES, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
             [4, 4, 4, 4, 4],
@@ -311,6 +317,7 @@ def launch_left_large_m(
         GROUPS=tile.groups,
         REGISTERS=tile.registers,
         STAGES=tile.num_stages,
+        AHEAD=tile.ahead,
         **weight.form.constants(),
         GATED=gated,
         PDL=has_pdl,

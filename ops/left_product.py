@@ -68,7 +68,7 @@ def add_unit(
                 product = gl.zeros([total.shape[0], total.shape[1]], gl.float32, layout)
             product = mma_v2(decoded, columns, product, input_precision="ieee")
             if part % PARTS == PARTS - 1:
-                scale = scale_of(fields, part * WIDTH // 32, part * WIDTH % 32 // 16, KIND)
+                scale = scale_of(fields, part * WIDTH // 32, KIND)
                 scale = gl.convert_layout(scale, gl.SliceLayout(1, layout), assert_trivial=True)
                 total = gl.fma(product, spread(scale, total), total)
     return total
@@ -78,21 +78,29 @@ def add_unit(
 def sum_units(
     words, above, x, words_at, above_at, x_at, is_row, fields_at, row, step, first, units, fields, total,
     layout: gl.constexpr, words_layout: gl.constexpr, above_layout: gl.constexpr, rows_layout: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
     FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, KIND: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """Add `units` units from `first` on to total, chunk by chunk.
 
-    The first STAGES - 1 chunks are on their way to shared memory; fields: those of the first chunk.
+    The first STAGES - 1 chunks are on their way to shared memory; fields: those of the first AHEAD chunks.
     """
     PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
+    PER_CHUNK: gl.constexpr = CHUNK * PER_UNIT
     end = first + units
     stage = 0
     for begin in range(0, units, CHUNK):
-        next_first = first + begin + CHUNK
-        next_fields = load_fields(fields_at, row, step, next_first, end - 1, CHUNK, FIELDS, KIND)
+        later = first + begin + AHEAD * CHUNK
+        fields += load_fields(fields_at, row, step, later, end - 1, CHUNK, FIELDS, KIND)
         async_copy.wait_group(STAGES - 2)
+        # All warps have left the stage of the chunk before this one.
+        free = (stage + STAGES - 1) % STAGES
+        next_first = first + begin + (STAGES - 1) * CHUNK
+        copy_words(words.index(free), words_at, next_first, end, words_layout, 32, BLOCK_WORDS)
+        if ABOVE > 0:
+            copy_words(above.index(free), above_at, next_first, end, above_layout, ABOVE, BLOCK_WORDS)
+        copy_rows(x.index(free), x_at, is_row, next_first, end, rows_layout)
         own_words = words.index(stage)
         own_above = above.index(stage)
         own_x = x.index(stage)
@@ -107,15 +115,8 @@ def sum_units(
                     total = add_unit(
                         own_words, own_above, own_x, own, row, total, layout, unit, WIDTH, FIELDS, KIND, PARTS
                     )
-        # The stage of the chunk before this one, which all warps have left.
-        free = (stage + STAGES - 1) % STAGES
-        next_first = first + begin + (STAGES - 1) * CHUNK
-        copy_words(words.index(free), words_at, next_first, end, words_layout, 32, BLOCK_WORDS)
-        if ABOVE > 0:
-            copy_words(above.index(free), above_at, next_first, end, above_layout, ABOVE, BLOCK_WORDS)
-        copy_rows(x.index(free), x_at, is_row, next_first, end, rows_layout)
         stage = (stage + 1) % STAGES
-        fields = next_fields
+        fields = fields[PER_CHUNK:]
     return total
 
 
@@ -123,8 +124,8 @@ def sum_units(
 @gluon.jit(do_not_specialize=["rows", "n", "units", "all_units"])
 def left_kernel(
     x, weight, weight_scale, out, rows, n, x_stride, weight_stride, units, all_units,
-    BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
-    KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
     BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BM rows by a tile of BN weight rows, over one K split of `units` units.
@@ -165,7 +166,7 @@ def left_kernel(
     own_row = weight_row(tile, n, gl.arange(0, BN, gl.SliceLayout(1, left)), BN, GATED)
     in_block = own_row % 16
     fields_at, step = fields_of(weight_scale, own_row, n, FIELDS, KIND)
-    fields = load_fields(fields_at, in_block, step, first, end - 1, CHUNK, FIELDS, KIND)
+    fields = load_fields(fields_at, in_block, step, first, end - 1, AHEAD * CHUNK, FIELDS, KIND)
     if PDL:
         gdc_wait()
         # The next kernel may come only now: measured for `linear`, two kernels that wait crowd a third.
@@ -178,7 +179,7 @@ def left_kernel(
     total = sum_units(
         words, above, shared_x, words_at, above_at, x_at, row < rows, fields_at, in_block, step, first,
         units, fields, gl.zeros([BN, BM], gl.float32, layout), layout, words_layout, above_layout,
-        rows_layout, CHUNK, STAGES, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
+        rows_layout, CHUNK, STAGES, AHEAD, EVEN, WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
     )  # fmt: skip
     async_copy.wait_group(0)
     total = finish(total, weight_scale, tile, n, all_units, layout, BN, FIELDS, KIND, GATED)
@@ -216,6 +217,7 @@ def launch_left(
         BN=tile.block_n,
         CHUNK=tile.chunk,
         STAGES=tile.num_stages,
+        AHEAD=tile.ahead,
         EVEN=units // k_splits % tile.chunk == 0,
         **weight.form.constants(),
         GATED=gated,

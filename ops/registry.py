@@ -14,6 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
+from compiled_mtp.ops.compile_ahead import is_compiling_ahead, zeroed
 from compiled_mtp.ops.signature import Signature
 
 NAMESPACE = "compiled_mtp"
@@ -112,7 +113,10 @@ def operator(
             return cpu_route()(*(nest(*flat) if signature.records else flat))
 
         def on_cuda(*flat: Any) -> Any:
-            return specification(*nest(*flat)) if name in _ON_REFERENCE else kernel()(nest(*flat))
+            if name in _ON_REFERENCE:
+                return specification(*nest(*flat))
+            result = kernel()(nest(*flat))
+            return zeroed(result) if is_compiling_ahead() else result
 
         _LIBRARY.define(signature.schema(mutates))
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -32,6 +32,7 @@ SCENARIOS = (
     "pressure",
     "score",
     "serving",
+    "start",
     "weights",
 )
 

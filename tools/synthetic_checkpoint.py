@@ -35,19 +35,26 @@ Tensor = tuple[str, str, tuple[int, ...], bytes]
 """Name, dtype, shape and the first bytes of a tensor of a safetensors file."""
 
 
+def path_of(directory: Path, shape: str, form: str) -> Path:
+    """Return where `write` puts a checkpoint; nothing is there before it is whole."""
+    return directory / f"{shape}-{form}{'.gguf' if form == 'q4_k_m' else ''}"
+
+
 def write(directory: Path, shape: str, form: str, layers: int = 0) -> Path:
     """Write a checkpoint in one of FORMATS and return its path; `layers` replaces the shape's number."""
     config = model_config(shape)
     if layers:
         config = replace(config, num_layers=layers, is_full_attention=config.is_full_attention[:layers])
     directory.mkdir(parents=True, exist_ok=True)
+    path = path_of(directory, shape, form)
+    partial = path.with_name(f"partial-{path.name}")
     if form == "q4_k_m":
-        return _write_gguf(directory / f"{shape}-{form}.gguf", config)
-    path = directory / f"{shape}-{form}"
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_config_json(config, form)))
-    _write_safetensors(path, _tensors(config, form))
-    return path
+        _write_gguf(partial, config)
+    else:
+        partial.mkdir(exist_ok=True)
+        (partial / "config.json").write_text(json.dumps(_config_json(config, form)))
+        _write_safetensors(partial, _tensors(config, form))
+    return partial.rename(path)
 
 
 def _config_json(c: ModelConfig, form: str) -> dict[str, Any]:
@@ -258,7 +265,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, num_ids: int) -> None:
     writer.add_eos_token_id(len(tokens))
 
 
-def _write_gguf(path: Path, c: ModelConfig) -> Path:
+def _write_gguf(path: Path, c: ModelConfig) -> None:
     architecture = "qwen35moe" if c.is_moe else "qwen35"
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=False)
     numbers = {
@@ -327,4 +334,3 @@ def _write_gguf(path: Path, c: ModelConfig) -> Path:
         stream.writelines(_repeated(data, size))
     stream.write(bytes(-stream.tell() % writer.data_alignment))
     writer.close()
-    return path

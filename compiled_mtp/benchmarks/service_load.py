@@ -1,7 +1,7 @@
 """Load on any OpenAI endpoint: latencies, goodput, acceptance; ends in one line of JSON.
 
     compiled-mtp bench serving --url http://127.0.0.1:8000 --concurrency 8 --num-requests 64
-    compiled-mtp bench serving --rate 4 --ttft-slo-ms 200 --itl-slo-ms 30
+    compiled-mtp bench serving --rate 4 --ttft-slo-ms 200 --tpot-slo-ms 30
     compiled-mtp bench serving --sweep 1,2,4,8,16
     compiled-mtp bench serving --concurrency 64 --num-requests 256 --lengths 200:200 --beside other.jsonl
     compiled-mtp bench serving --exact-match qa.jsonl --against http://127.0.0.1:8001
@@ -193,11 +193,11 @@ def summarize(samples: Sequence[Sample], seconds: float, flags: argparse.Namespa
     good = [
         one
         for one in done
-        if one.first_s * 1000 <= flags.ttft_slo_ms and one.inter_token_s * 1000 <= flags.itl_slo_ms
+        if one.first_s * 1000 <= flags.ttft_slo_ms and one.inter_token_s * 1000 <= flags.tpot_slo_ms
     ]
     times = {
         "ttft_ms": [one.first_s * 1000 for one in done],
-        "itl_ms": [one.inter_token_s * 1000 for one in done if one.output_tokens > 1],
+        "tpot_ms": [one.inter_token_s * 1000 for one in done if one.output_tokens > 1],
         "total_ms": [one.total_s * 1000 for one in done],
     }
     return {
@@ -324,7 +324,7 @@ def make_parser() -> Parser:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, help="seed of request 0; request i has seed + i")
     parser.add_argument("--ttft-slo-ms", type=float, default=float("inf"))
-    parser.add_argument("--itl-slo-ms", type=float, default=float("inf"))
+    parser.add_argument("--tpot-slo-ms", type=float, default=float("inf"))
     parser.add_argument("--exact-match", type=Path, help="questions and answers, .jsonl")
     parser.add_argument("--against", help="a second server's url")
     return parser

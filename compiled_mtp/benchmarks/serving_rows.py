@@ -18,6 +18,8 @@ PERCENTILES = (50, 90, 99)
 # Two rows that agree in these fields measure the same load.
 CASE_FIELDS = ("device", "shape", "weights", "streams", "requests", "mean_prompt", "mean_output")
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "tokens_per_s"}
+# What is shown of a saved row. Percentiles, "p50", "p90" and "p99", may be missing.
+FIGURES = ("tokens_per_s", "ttft_ms", "tpot_ms")
 # Ids of drawn prompts lie below this: every released vocabulary has them, and none is a special token.
 DRAWN_IDS = 1000
 # The standard deviation of a length's logarithm, and the longest length in means.
@@ -67,8 +69,18 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def with_beside(row: Row, saved: Sequence[Row]) -> tuple[dict[str, Any], str]:
-    """Return the row with the tokens per second of saved rows of its load, and a line about these, "" for
-    none."""
-    beside = rows_beside(saved, row, CASE_FIELDS, "tokens_per_s")
-    line = describe_beside(beside, row["tokens_per_s"], "tokens/s", 0)
-    return {**row, "beside": beside}, line
+    """Return the row with the throughput and latencies of saved rows of its load, and a line about these, ""
+    for none."""
+    same = [other for other in saved if all(other[name] == row[name] for name in CASE_FIELDS)]
+    named = [(other["engine"], {name: other[name] for name in FIGURES if name in other}) for other in same]
+    beside = [{"engine": engine, **figures} for engine, figures in named]
+    throughputs = rows_beside(saved, row, CASE_FIELDS, "tokens_per_s")
+    texts = [describe_beside(throughputs, row["tokens_per_s"], "tokens/s", 0)]
+    for engine, figures in named:
+        for name, title in (("ttft_ms", "first token"), ("tpot_ms", "each later token")):
+            if name in figures:
+                spans = [
+                    f"{found['p50']:.1f} (p99 {found['p99']:.1f})" for found in (figures[name], row[name])
+                ]
+                texts.append(f"{engine}: {title} {spans[0]} ms, ours {spans[1]}")
+    return {**row, "beside": beside}, "; ".join(filter(None, texts))

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
 
 from compiled_mtp.communicators.communicator import CommunicatorError
 from compiled_mtp.communicators.gloo import ENDLESS_S, START_S, STEP_S, GlooCommunicator
+from compiled_mtp.ops.compile_ahead import is_compiling_ahead
 from compiled_mtp.ops.device import device_of
 
 # The most programs of a launch, and the 32-bit words that each sends. A longer tensor takes several launches.
@@ -189,6 +190,9 @@ class SymmetricCommunicator(GlooCommunicator):
         self, kernel: object, partials: torch.Tensor, out: torch.Tensor, size: int, *strides: int
     ) -> None:
         """Launch `kernel` once over partials [P, n] of 32-bit words; each program takes `size` of the n."""
+        if is_compiling_ahead():
+            # As operators do: what ranks send may be indices.
+            out.zero_()
         count, length = partials.shape
         has_pdl = device_of(partials.device.index).has_dependent_launch
         kernel[(-(-length // size),)](  # type: ignore[index]

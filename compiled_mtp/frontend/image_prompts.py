@@ -90,6 +90,14 @@ def decode_base64(content: str) -> bytes:
         raise fail("image", "be valid base64", error, "encode the file's bytes") from None
 
 
+def check_count(count: int, max_images: int) -> None:
+    """Raise ValueError for more than max_images images; 0: the engine takes none."""
+    if count and not max_images:
+        remedy = "start the engine with max_images, or --max-images, if the checkpoint has a vision tower"
+        raise fail("images", "be left out", f"{count}", remedy)
+    check(count <= max_images, "images", f"be at most {max_images}", count, "raise max_images")
+
+
 def prepare_images(
     images: Sequence[object], vision: VisionConfig | None, max_images: int
 ) -> list[PreparedImage]:
@@ -97,10 +105,7 @@ def prepare_images(
 
     Raises ValueError for more than max_images, before any is decoded, and as `prepare_image` does.
     """
-    if images and (vision is None or not max_images):
-        remedy = "start the engine with max_images, or --max-images, if the checkpoint has a vision tower"
-        raise fail("images", "be left out", f"{len(images)}", remedy)
-    check(len(images) <= max_images, "images", f"be at most {max_images}", len(images), "raise max_images")
+    check_count(len(images), 0 if vision is None else max_images)
     prepared = []
     for number, image in enumerate(images, start=1):
         if isinstance(image, PreparedImage):

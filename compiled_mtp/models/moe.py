@@ -49,10 +49,9 @@ class MoE(nn.Module):
     record [blocks, block_size * top_k] int16: where `forward` records the experts of its rows; None for no
     record.
 
-    `forward` returns sums [M, hidden]. With several ranks each holds a share of every expert's width, in
-    gate, up and down, and `forward` returns one partial per rank [P, M, hidden], which the norm adds. For
-    quantised rows, and for prompts that are summed without K splits, the ranks gather the hidden values
-    instead, and each computes the columns of its rows of down (`prompt_down`, or `down` itself).
+    `forward` returns sums [M, hidden]. With several ranks each holds a share of every expert's width in gate
+    and up, and some rows of every down: the ranks gather the hidden values, each computes the sums of its
+    rows of down, and they gather these.
     """
 
     gate_up: nn.Parameter
@@ -61,9 +60,6 @@ class MoE(nn.Module):
     down_scale: nn.Parameter | None
     shared_gate_up: nn.Parameter | None
     shared_down: nn.Parameter | None
-    prompt_down: nn.Parameter
-    prompt_down_scale: nn.Parameter | None
-    prompt_shared_down: nn.Parameter | None
     record: torch.Tensor | None
 
     def __init__(self, make: ParameterFactory, config: ModelConfig) -> None:
@@ -71,28 +67,20 @@ class MoE(nn.Module):
         width, hidden = config.moe_intermediate_size, config.hidden_size
         self.top_k = config.num_experts_per_tok
         self.renormalize = config.norm_topk_prob
-        self.communicator = communicator = make.communicator
-        world = 1 if communicator is None else communicator.world
-        self.whole_width = 0 if communicator is None else width * world
+        self.communicator = make.communicator
         self.router = Router(make.part("router"), config)
         has_shared = make.lists("shared_gate_up")
         experts = config.num_experts + (not has_shared)
         make.add_weight(self, "gate_up", experts, 2 * width, hidden)
         self.register_parameter("shared_gate_up", make.empty(2 * width, hidden) if has_shared else None)
-        self.register_parameter("shared_down", make.empty(hidden, width) if has_shared else None)
+        down = (hidden // config.world, width * config.world)
+        self.register_parameter("shared_down", make.empty(*down) if has_shared else None)
         self.quantizes_rows = make.format_of("gate_up").quantizes_rows
         self.has_codes = make.format_of("gate_up").group > 0
         forms = [make.format_of(name) for name in ("gate_up", "down")]
         # Of scaled codes the kinds of both stacks, else None.
         self.kinds = (forms[0].parts[0].name, forms[1].parts[0].name) if forms[0].parts else None
-        some_rows = (experts, hidden // world, width * world)
-        make.add_weight(self, "down", *(some_rows if self.quantizes_rows else (experts, hidden, width)))
-        keeps_prompt_rows = communicator is not None and communicator.keeps_prompt_rows
-        self.has_prompt_rows = keeps_prompt_rows and not self.quantizes_rows
-        if self.has_prompt_rows:
-            make.add_weight(self, "prompt_down", *some_rows, like="down")
-            rows = make.empty(*some_rows[1:]) if has_shared else None
-            self.register_parameter("prompt_shared_down", rows)
+        make.add_weight(self, "down", experts, *down)
         self.is_float32 = make.dtype == torch.float32
         self.register_buffer("record", None)
 
@@ -104,21 +92,19 @@ class MoE(nn.Module):
             weights, ids = recorded_router(logits, *how_many, rows.slot_mapping, self.record)
         stacks, scales = (self.gate_up, self.down), (self.gate_up_scale, self.down_scale)
         is_prefill, communicator = isinstance(rows, PrefillRows), self.communicator
-        if self.quantizes_rows and communicator is None:
+        if communicator is not None:
+            sums = self._some_sums(x, weights, ids, is_prefill, communicator)
+            return communicator.gather_columns(sums)
+        if self.quantizes_rows:
             return moe_experts_w8a8(*quantized(x), weights, ids, *stacks, *scales, self.is_float32)
-        if communicator is not None and (self.quantizes_rows or (is_prefill and self.has_prompt_rows)):
-            return communicator.gather_columns(self._some_sums(x, weights, ids, communicator))
-        x, how = plain(x), (is_prefill, self.whole_width)
-        gate_up, down = self.shared_gate_up, self.shared_down
+        x, gate_up, down = plain(x), self.shared_gate_up, self.shared_down
         if self.kinds is not None:
             assert gate_up is not None
             assert down is not None
-            y = moe_experts_blocks(x, weights, ids, *self.codes, gate_up, down, *self.kinds, is_prefill)
-        elif self.has_codes:
-            y = moe_experts_w4a16(x, weights, ids, *self.codes, gate_up, down, *how)
-        else:
-            y = moe_experts(x, weights, ids, *stacks, *scales, *how)
-        return y if communicator is None else communicator.gather_partials(y[None], x.dtype)
+            return moe_experts_blocks(x, weights, ids, *self.codes, gate_up, down, *self.kinds)
+        if self.has_codes:
+            return moe_experts_w4a16(x, weights, ids, *self.codes, gate_up, down)
+        return moe_experts(x, weights, ids, *stacks, *scales, is_prefill)
 
     @property
     def codes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,26 +115,23 @@ class MoE(nn.Module):
         return self.gate_up, self.down, gate_up_scale, down_scale
 
     def _some_sums(
-        self, x: Activations, weights: torch.Tensor, ids: torch.Tensor, communicator: Communicator
+        self,
+        x: Activations,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        is_prefill: bool,
+        communicator: Communicator,
     ) -> torch.Tensor:
         """[M, hidden / world]: the sums of this rank's rows of down, over the hidden values of all ranks."""
-        if self.has_codes:
-            return self._some_sums_of_codes(plain(x), weights, ids, communicator)
-        gate_up, scale = self.gate_up, self.gate_up_scale
+        gather, scale = communicator.gather_columns, self.gate_up_scale
         if self.quantizes_rows:
-            hidden = moe_hidden_w8a8(*quantized(x), ids, gate_up, scale, self.is_float32)
-            values, factors = communicator.gather_quantized(*hidden)
+            made = moe_hidden_w8a8(*quantized(x), ids, self.gate_up, scale, self.is_float32)
+            values, factors = communicator.gather_quantized(*made)
             down = (self.down, self.down_scale)
             return moe_sums_w8a8(values, factors, weights, ids, *down, self.is_float32)
-        whole = communicator.gather_columns(moe_hidden(plain(x), ids, gate_up, scale))
-        return moe_sums(whole, weights, ids, self.prompt_down, self.prompt_down_scale)
-
-    def _some_sums_of_codes(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, communicator: Communicator
-    ) -> torch.Tensor:
-        """`_some_sums` of four-bit experts."""
-        gate_up, _, scale, _ = self.codes
-        hidden = communicator.gather_columns(moe_hidden_w4a16(x, ids, gate_up, scale, self.shared_gate_up))
-        down_scale = self.prompt_down_scale
-        assert down_scale is not None
-        return moe_sums_w4a16(hidden, weights, ids, self.prompt_down, down_scale, self.prompt_shared_down)
+        if self.has_codes:
+            gate_up, stack, gate_up_scale, stack_scale = self.codes
+            hidden = gather(moe_hidden_w4a16(plain(x), ids, gate_up, gate_up_scale, self.shared_gate_up))
+            return moe_sums_w4a16(hidden, weights, ids, stack, stack_scale, self.shared_down)
+        hidden = gather(moe_hidden(plain(x), ids, self.gate_up, scale, is_prefill))
+        return moe_sums(hidden, weights, ids, self.down, self.down_scale, is_prefill)

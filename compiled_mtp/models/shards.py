@@ -2,8 +2,8 @@
 
 Ranks divide heads, FFN widths and the head's vocabulary. Each part of a merged weight (q, k, v) is divided
 separately, so that a rank's parameter has the form of the whole one. Weights before a norm (o_proj, out_proj,
-down) are divided by columns, and the ranks' products are added; the down of experts with quantised rows is
-divided by rows. Norms, embedding, router and fc are whole on every rank.
+down) are divided by columns, and the ranks' products are added; the down of experts is divided by rows.
+Norms, embedding, router and fc are whole on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from compiled_mtp.errors import check, fail
 from compiled_mtp.model_config import ModelConfig, rank_range
 from compiled_mtp.models.layout import Layout, Stored, WeightShard
-from compiled_mtp.models.weight_format import PLAIN, Formats
+from compiled_mtp.models.weight_format import Formats
 from compiled_mtp.ops import int4
 
 
@@ -65,10 +65,10 @@ class Cutter:
                 return self._columns(q)
             case "out_proj":
                 return self._columns(value)
-            case "down" if c.is_moe and formats.get(parameter, PLAIN).quantizes_rows:
-                # For quantised rows every rank gathers all hidden values and computes some of the sums.
+            case "down" | "shared_down" if c.is_moe:
+                # Every rank gathers all hidden values and computes some of the sums.
                 return self._rows((c.hidden_size, 1))
-            case "down" | "shared_down":
+            case "down":
                 return self._columns(width)
         return Cut()
 
@@ -94,7 +94,7 @@ def prompt_name(parameter: str) -> str:
 
 def with_prompt_rows(formats: Formats) -> Formats:
     """`formats` with entries for the prompt rows of weights that are divided by columns, in equal formats."""
-    ends = ("o_proj.weight", "out_proj.weight", "down.weight", "ffn.down")
+    ends = ("o_proj.weight", "out_proj.weight", "down.weight")
     cut = [name for name in formats if name.endswith(ends)]
     return {**formats, **{prompt_name(name): formats[name] for name in cut}}
 

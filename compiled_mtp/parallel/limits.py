@@ -12,7 +12,6 @@ from compiled_mtp.graphs.artifacts import check_key, read_key
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.shards import shard_layout, with_prompt_rows
-from compiled_mtp.models.weight_format import PLAIN
 from compiled_mtp.ops.fp8 import FP8_BLOCK
 from compiled_mtp.ops.k_splits import CPU_K_SPLITS, count_k_splits
 from compiled_mtp.runner.assemble import Fill
@@ -68,21 +67,17 @@ def _check_sums(spec: EngineSpec, path: Path | None) -> None:
         given = with_prompt_rows(formats) if is_gpu else formats
         for rank in range(world):
             shard_layout(layout, model, given, rank, world, prompt_rows=is_gpu)
-    # Experts with quantised rows have no K splits: each rank computes whole sums of some of down's rows.
-    makes_rows = formats.get("layers.0.ffn.down", PLAIN).quantizes_rows
-    if is_gpu or makes_rows:
+    # Experts have no K splits: each rank computes whole sums of some of down's rows.
+    if is_gpu or model.is_moe:
         hidden, rule = model.hidden_size, f"be a multiple of {world} ranks"
         check(hidden % world == 0, "hidden_size", rule, hidden, "use another number of ranks")
     columns = {
         "num_q_heads": model.num_q_heads * model.head_dim,
         "linear_num_value_heads": model.linear_value_dim,
-        "moe_intermediate_size" if model.is_moe else "intermediate_size": (
-            model.moe_intermediate_size if model.is_moe else model.intermediate_size
-        ),
     }
+    if not model.is_moe:
+        columns["intermediate_size"] = model.intermediate_size
     for name, width in columns.items():
-        if name == "moe_intermediate_size" and makes_rows:
-            continue
         # On a CPU the K splits of products that are not quantised may have any length.
         if is_gpu or (spec.weight_recipe == "w8a8" and width % FP8_BLOCK == 0):
             k_splits, rule = count_k_splits(width), f"have at least {world} K splits"

@@ -34,7 +34,7 @@ from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.forecast import Buckets, buckets_of, draft_head_bytes, free_beside, size_caches
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch
+from compiled_mtp.runner.memory import MemoryPlan, fit_wide_rounds, resolve_max_batch
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth
@@ -76,11 +76,12 @@ def build(
     """Load the weights, size and allocate the caches, compile. Sets threads and operators of the process.
 
     Every rank calls it with the same arguments, except its own spec. progress, fill and save_to are as in
-    `Runner`. memory: the sizes of an earlier build, None to resolve them from what is free. tower_path: the
-    checkpoint of the vision tower, None for the model's. Raises ValueError for a checkpoint, a machine or a
-    graph_cache that does not fit the config.
+    `Runner`. memory: the sizes of an earlier build, whose spec this is, None to resolve them from what is
+    free. tower_path: the checkpoint of the vision tower, None for the model's. Raises ValueError for a
+    checkpoint, a machine or a graph_cache that does not fit the config.
     """
     apply(spec)
+    has_rounds = memory is not None
     if spec.cache is not None:
         stored = read_key(spec.cache)
         # The number of ranks comes first: it makes other fields of the key differ too.
@@ -101,8 +102,11 @@ def build(
         # As `inspect` foretells, unless loading took more.
         loaded = models if encoder is None else [*models, encoder.tower]
         free_bytes = min(free_bytes, free_beside(loaded, before_bytes))
-    max_batch = resolve_max_batch(spec, free_bytes) if memory is None else memory.max_batch
-    spec = spec.for_batch(max_batch)
+    if memory is None:
+        max_batch = resolve_max_batch(spec, free_bytes)
+        spec = fit_wide_rounds(spec, max_batch, free_bytes)
+    else:
+        max_batch = memory.max_batch
     buckets, head_rows = make_buckets(spec, target, max_batch), target.num_head_rows
     if memory is None:
         sizes = {"free_bytes": free_bytes, "host_bytes": _host_bytes(spec)}
@@ -120,7 +124,9 @@ def build(
         saved = directory if directory.is_dir() else None
     step = _make_step(spec, memory, target, draft)
     moves = _make_moves(spec, memory, step)
-    programs, later = _make_programs(spec, step, buckets, encoder, graph_mode, saved, save_to, progress)
+    programs, later = _make_programs(
+        spec, step, buckets, encoder, graph_mode, saved, save_to, progress, has_rounds=has_rounds
+    )
     if encoder is not None:
         encoder.warm_up()
     if not spec.has_shapes:
@@ -138,8 +144,13 @@ def _make_programs(
     saved: Path | None,
     save_to: Path | None,
     progress: Progress | None,
+    *,
+    has_rounds: bool,
 ) -> tuple[Programs, LaterDepths | None]:
-    """The programs, ready to run, and the loader of further depths from a cache while the engine works."""
+    """The programs, ready to run, and the loader of further depths from a cache while the engine works.
+
+    has_rounds: rounds of every depth may follow at once, as after a wake-up.
+    """
     # An export compiles and saves every depth.
     further = () if save_to is not None else spec.further_depths
     programs = Programs(
@@ -154,7 +165,8 @@ def _make_programs(
         encoder=encoder,
     )
     # Several ranks load every depth at the start: later each would adopt a program at another step.
-    later = further if saved is not None and spec.communicator is None else ()
+    is_later = saved is not None and spec.communicator is None and not has_rounds
+    later = further if is_later else ()
     if spec.has_shapes:
         first = first_depth(spec.config.depths) if later else None
         shape_progress = None if progress is None else partial(progress, "compiled shapes")

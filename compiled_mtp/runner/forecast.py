@@ -14,7 +14,7 @@ from torch import nn
 
 from compiled_mtp.graphs.buckets import Bucket, ladder, ladders
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.runner.memory import MemoryPlan, resolve_max_batch, resolve_memory
+from compiled_mtp.runner.memory import MemoryPlan, fit_wide_rounds, resolve_max_batch, resolve_memory
 from compiled_mtp.runner.spec import WIDE_REQUESTS, EngineSpec
 from compiled_mtp.vision.tower import empty_tower
 
@@ -98,7 +98,7 @@ def forecast(spec: EngineSpec, *, free_bytes: int, host_bytes: int) -> MemoryPla
     else:
         left = free_beside(_shapes(spec), free_bytes)
     max_batch = resolve_max_batch(spec, left)
-    spec = spec.for_batch(max_batch)
+    spec = fit_wide_rounds(spec, max_batch, left)
     buckets = buckets_of(spec, 1, max_batch)
     num_head_rows = spec.model.vocab_size // spec.config.tensor_parallel
     return size_caches(spec, buckets, num_head_rows, free_bytes=left, host_bytes=host_bytes)

@@ -12,8 +12,8 @@ from compiled_mtp.cache.slot_state import sampling_bytes
 from compiled_mtp.cache.state_cache import ring_length
 from compiled_mtp.config import DEFAULT_BATCH, DEFAULT_GPU_BATCH, EngineConfig
 from compiled_mtp.graphs.artifacts import read_key
-from compiled_mtp.graphs.buckets import prompt_chunk_limit
-from compiled_mtp.ops.paged_attention.splits import GROUPED_ITEMS, count_partials
+from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
+from compiled_mtp.ops.paged_attention.splits import count_partials
 from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.spec import EngineSpec
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _OFFLOAD_SHARE = 0.1
 # Tokens of each request for which the default max_batch leaves room.
 _TOKENS_EACH = 4096
+# The drafts of wide rounds that an engine may have, and the largest share that the longer rings of its slots
+# may take of the memory that is left for blocks.
+_WIDE_DRAFTS, _WIDE_SHARE = (15, 7, 3), 1 / 16
 # A default above this many requests takes at most a share of the free memory for what only many need: their
 # state rows and attention's partial results. Few long texts must not lose their blocks to it.
 _MANY_REQUESTS, _MANY_SHARE = 32, 1 / 4
@@ -158,7 +161,7 @@ def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
     if spec.device.type == "cpu":
         return least
     # Of batches above the least, which is not compared with memory.
-    shape, rows = cache_shape(replace(spec, wide_shapes=())), spec.mtp_step + 1
+    shape, rows = cache_shape(spec.narrow(0)), spec.mtp_step + 1
     longest = min(spec.max_model_len, free_bytes // shape.block_bytes(config.block_size) * config.block_size)
     fits = default_max_batch(
         int(free_bytes * config.memory_utilization),
@@ -169,6 +172,33 @@ def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
         scratch_bytes=lambda batch: length_bytes(spec, longest, batch, [(batch, rows)]),
     )
     return max(fits, least)
+
+
+def fit_wide_rounds(spec: EngineSpec, max_batch: int, free_bytes: int) -> EngineSpec:
+    """Return the spec whose wide rounds verify as many drafts as the rings of max_batch slots have room for.
+
+    Rings may be longer than a chain needs if that takes at most _WIDE_SHARE of what the slots leave of the
+    device's free_bytes. A graph_cache has its own wide rounds.
+    """
+    config = spec.config
+    if not spec.wide_shapes:
+        return spec
+    if spec.cache is not None:
+        stored = read_key(spec.cache)["wide_shapes"]
+        return replace(spec, wide_shapes=tuple(RoundShape(*shape) for shape in stored))
+    slots, least = max_batch + SPARE_SLOTS, cache_shape(spec.narrow(0))
+    left = int(free_bytes * config.memory_utilization) - slots * least.state_row_bytes()
+    left -= (config.num_blocks or 0) * least.block_bytes(config.block_size)
+
+    def fits(wide: EngineSpec) -> bool:
+        more_bytes = slots * (cache_shape(wide).state_row_bytes() - least.state_row_bytes())
+        return more_bytes <= max(_WIDE_SHARE * left, 0)
+
+    fitted = next(wide for wide in map(spec.narrow, (*_WIDE_DRAFTS, 0)) if fits(wide))
+    if fitted.wide_shapes != spec.wide_shapes:
+        text = "a round verifies at most %d drafts from the text; with a lower max_batch it verifies up to %d"
+        logger.info(text, max(fitted.wide_drafts, spec.mtp_step), spec.wide_drafts)
+    return fitted
 
 
 def default_max_batch(
@@ -278,7 +308,9 @@ def limits_of(spec: EngineSpec, memory: MemoryPlan) -> Limits:
         busy_chunk=spec.busy_chunk,
         least_saved=spec.least_saved,
         max_prompt_chunks=prompt_chunk_limit(spec.prefill_chunk, memory.max_batch),
+        prompt_lengths=spec.prompt_lengths,
         wide_requests=spec.wide_requests,
+        wide_drafts=spec.wide_drafts,
         given=tuple(
             (shape.verify, spec.given_requests(shape, memory.max_batch)) for shape in spec.given_shapes
         ),
@@ -503,11 +535,7 @@ def length_bytes(spec: EngineSpec, longest: int, max_batch: int, rounds: Collect
     tables += (max_batch + SPARE_SLOTS + most_rows) * -(-longest // config.block_size) * _INT32_BYTES
     if spec.device.type == "cpu":
         return tables
-    heads = model.num_kv_heads
-    partials = max(
-        rows * count_partials(requests, longest, heads, requests * heads >= GROUPED_ITEMS)
-        for requests, rows in rounds
-    )
+    partials = max(rows * count_partials(requests, longest, model.num_kv_heads) for requests, rows in rounds)
     return tables + partials * model.num_q_heads * (model.head_dim + 2) * _FLOAT32_BYTES
 
 

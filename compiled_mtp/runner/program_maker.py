@@ -33,8 +33,8 @@ from compiled_mtp.step import Step
 # The first call compiles, the second records a CUDA graph, the third replays it.
 _WARM_UP_CALLS = 3
 _LAYOUT_NAME = "layout.json"
-# With CUDA graphs these are captured uncompiled: our own operators take nearly all of their time, and
-# compiling the default chunk's six lengths takes more than a minute.
+# With CUDA graphs these and wide rounds are captured uncompiled: our own operators take nearly all of their
+# time, and compiling the default chunk's six lengths takes more than a minute.
 _UNCOMPILED = (prefill, first_token)
 
 
@@ -43,7 +43,7 @@ class Shape:
     """A function of a step, the static inputs that it is compiled for, and the table and key of its program.
 
     name: the program's; shapes that differ only in the batch size may share one. depth: the depth whose
-    rounds need the program, None if rounds of every depth do.
+    rounds need the program, None if rounds of every depth do. is_wide: of wide rounds.
     """
 
     depth: int | None
@@ -52,14 +52,15 @@ class Shape:
     inputs: Inputs
     programs: dict[Any, Program]
     key: Hashable
+    is_wide: bool = False
 
 
 class ProgramMaker:
     """Makes the programs of a step's shapes, which it runs on padding rows alone.
 
-    graph_mode: how code becomes CUDA graphs, None for no graphs. With graphs, prompts, first tokens and
-    rounds of plain_depths are captured uncompiled. A loaded program exchanges through `communicator`, if
-    there is one. `capture_s` sums the seconds of captures.
+    graph_mode: how code becomes CUDA graphs, None for no graphs. With graphs, prompts, first tokens, wide
+    rounds and rounds of plain_depths are captured uncompiled. A loaded program exchanges through
+    `communicator`, if there is one. `capture_s` sums the seconds of captures.
     """
 
     def __init__(
@@ -96,15 +97,11 @@ class ProgramMaker:
             self.check_layout(saved)
         if self.step.slots.pos.is_cuda:
             self._pool = torch.cuda.graph_pool_handle()
-        # Run all of these before the first capture: a capture frees the memory that they left cached, so a
-        # prompt's memory is taken once.
-        for shape in filter(self._is_plain, shapes):
-            shape.programs[shape.key](*shape.inputs)
         # Programs by name, for the other shapes that share them.
         made: dict[str, Program] = {}
         with compiler_settings():
             for done, shape in enumerate(shapes):
-                if self._is_plain(shape):
+                if self.is_plain(shape):
                     shape.programs[shape.key] = self.capture(shape.programs[shape.key], shape.inputs)
                 else:
                     if shape.name not in made:
@@ -130,7 +127,7 @@ class ProgramMaker:
         )
 
     def capture(self, program: Program, inputs: Inputs) -> Program:
-        """Capture one call, which has run before, as a CUDA graph; return its replay."""
+        """Capture one call, whose kernels are compiled, as a CUDA graph; return its replay."""
         begin_s = time.perf_counter()
         captured = capture(program, inputs, self._pool)
         self.capture_s += time.perf_counter() - begin_s
@@ -151,9 +148,9 @@ class ProgramMaker:
                     "it again with `compiled-mtp export`"
                 )
 
-    def _is_plain(self, shape: Shape) -> bool:
+    def is_plain(self, shape: Shape) -> bool:
         """Whether the shape's CUDA graph is captured from uncompiled code."""
-        is_compiled = self.is_compiled and shape.function not in _UNCOMPILED
+        is_compiled = self.is_compiled and shape.function not in _UNCOMPILED and not shape.is_wide
         return self.graph_mode is not None and not (is_compiled and shape.depth not in self.plain_depths)
 
     def _make_program(self, shape: Shape, saved: Path | None) -> Program:

@@ -25,6 +25,7 @@ from compiled_mtp.graphs.buckets import (
     sharing,
 )
 from compiled_mtp.graphs.compile import GraphMode, Program, without_collector
+from compiled_mtp.ops.compile_ahead import compiling_ahead
 from compiled_mtp.ops.row_logprobs import RowLogprobs
 from compiled_mtp.plan import SPARE_SLOTS, PromptChunk
 from compiled_mtp.rounds.catch_up import catch_up
@@ -47,12 +48,12 @@ class Programs:
 
     graph_mode: how code becomes CUDA graphs, None for no graphs. `warm_up` prepares every shape's program;
     nothing compiles afterwards. Programs that are neither compiled nor captured need no warm-up, and their
-    prompts end without padding. With graphs, prompts, first tokens and rounds of plain_depths are captured
-    uncompiled. A round that draws tokens runs in one of `buckets`, and one whose tokens are all given, always
-    in two phases, in one of given_buckets. All buckets of a depth with two requests or more share a program,
-    except with a communicator, which needs the number of rows. encoder: holds the features of prompts'
-    images, None for a step without images. The phases of two-phase rounds are not compiled; with graphs each
-    is captured after its first run, so the start takes no longer.
+    prompts end without padding. With graphs, prompts, first tokens, wide rounds and rounds of plain_depths
+    are captured uncompiled. A round that draws tokens runs in one of `buckets`, and one whose tokens are all
+    given, always in two phases, in one of given_buckets. All buckets of a depth with two requests or more
+    share a program, except with a communicator, which needs the number of rows. encoder: holds the features
+    of prompts' images, None for a step without images. The phases of two-phase rounds are not compiled; with
+    graphs each is captured after its first run, so the start takes no longer.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class Programs:
         self.drawn_buckets, self.given_buckets = tuple(buckets), tuple(given_buckets)
         # A wide round without a chain has the shape of some rounds of given tokens.
         self.buckets = tuple(dict.fromkeys((*self.drawn_buckets, *self.given_buckets)))
-        self.lengths = prefill_lengths(prefill_chunk)
+        # A captured length takes no time to compile.
+        self.lengths = prefill_lengths(prefill_chunk, has_middles=graph_mode is not None)
         self.is_compiled = is_compiled
         self.graph_mode = graph_mode
         self.has_shapes = is_compiled or graph_mode is not None
@@ -294,14 +296,15 @@ class Programs:
         assert self.has_shapes
         indices = self.inputs.state_indices
         with nullcontext() if saved is None else without_collector():
-            if self.device.type == "cuda":
-                self._launch_ahead()
             self.maker.mark_static(
                 inputs=[index for size, index in indices.items() if size not in self._sharing],
                 shared=[indices[size] for size in self._sharing],
             )
             self.inputs.write_padding()
-            self.maker.make_all(list(self.shapes(depth)), progress, saved, save_to)
+            shapes = list(self.shapes(depth))
+            if self.graph_mode is not None or self.device.type == "cuda":
+                self._compile_kernels([s for s in shapes if saved is None or self.maker.is_plain(s)])
+            self.maker.make_all(shapes, progress, saved, save_to)
             self.step.slots.clear_padding_row()
 
     @torch.no_grad()
@@ -367,10 +370,12 @@ class Programs:
             )
             yield Shape(None, f"prefill_{length}", prefill, chunk, self._prefill, length)
         for bucket in sorted(self.drawn_buckets, reverse=True):
-            name, depth = "{}_to_{}_drafts".format(*bucket.shape), bucket.shape.chain
-            name = f"decode_{self._of_batch(name, bucket.groups)}"
-            round_inputs = (inputs.state_indices[bucket.groups], bucket.shape)
-            yield Shape(depth, name, Step.decode, round_inputs, self._decode, bucket)
+            (verify, chain), groups = bucket.shape, bucket.groups
+            name = f"decode_{self._of_batch(f'{verify}_to_{chain}_drafts', groups)}"
+            is_wide, round_inputs = verify > chain, (inputs.state_indices[groups], bucket.shape)
+            # Captured uncompiled, as first tokens are.
+            depth = None if is_wide and self.graph_mode is not None else chain
+            yield Shape(depth, name, Step.decode, round_inputs, self._decode, bucket, is_wide)
         for groups in sorted(self._catch_up, reverse=True):
             name, batch = self._of_batch("catch_up", groups), (inputs.state_indices[groups],)
             yield Shape(0, name, catch_up, batch, self._catch_up, groups)
@@ -384,15 +389,19 @@ class Programs:
         """The name of the program for batches of that size, or of the one that several sizes share."""
         return name if size in self._sharing else f"{name}_of_{size}"
 
-    def _launch_ahead(self) -> None:
-        """Launch on a GPU every operator that must not run for the first time inside a graph capture.
+    def _compile_kernels(self, shapes: Sequence[Shape]) -> None:
+        """Compile the kernels of these shapes, and those that no program runs, without launching them.
 
-        Operators keep some tensors for good (counters of K splits): these must not be in a graph's pool.
+        Operators also make the tensors that they keep for good (counters of K splits), which must not be in a
+        graph's pool. A capture frees the memory that these calls left cached, so a prompt's memory is taken
+        once.
         """
-        self.launch_apart()
         largest = max(self.drawn_buckets)
-        self.step.decode(self.inputs.state_indices[largest.groups], largest.shape)
-        first_token(self.step, self.inputs.ended[1], largest.shape.chain)
+        with compiling_ahead() if self.device.type == "cuda" else nullcontext():
+            self.step.decode(self.inputs.state_indices[largest.groups], largest.shape)
+            self.launch_apart()
+            for shape in shapes:
+                shape.function(self.step, *shape.inputs)
 
     def _check_chain(self, chain: int) -> None:
         if (chain, 1) not in self._first_token:

@@ -15,7 +15,7 @@ from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
-from compiled_mtp.graphs.buckets import RoundShape
+from compiled_mtp.graphs.buckets import RoundShape, prefill_lengths
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 from compiled_mtp.models.catalogue import read_stored
@@ -43,9 +43,8 @@ _LEAST_THREADED_BYTES = 64 << 20
 # host 0.2 to 0.65 ms per step: the smallest released model, of 1.5 GB, loses 0.5 % of its speed, and a model
 # of a few MB loses half.
 _LEAST_TREE_BYTES = 1 << 30
-# The most slots whose rings have room for the drafts of a wide round (at 27B twice the bytes of 7 drafts),
-# and the most requests of a round that verifies as many: their rows fill one row tile.
-MOST_WIDE_SLOTS, WIDE_REQUESTS = 8, 1
+# The most requests of a round that verifies all looked-up drafts: their rows fill one row tile.
+WIDE_REQUESTS = 1
 # The numbers of drafts of rounds whose tokens are given. More rows than these in a round save no time.
 _GIVEN_DRAFTS, _MOST_GIVEN_ROWS = (3, 7, MAX_DRAFTS), 256
 
@@ -77,7 +76,7 @@ class EngineSpec:
 
     model_shard: this rank's share of `model`. shapes: those of the rounds of any number of requests, the
     deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify more drafts than a
-    chain has, which only drafts from the text can be; `for_batch` takes them from an engine of many slots.
+    chain has, which only drafts from the text can be; `narrow` makes them those that memory has room for.
     given_shapes: those of rounds whose tokens are all given, the narrowest first; without a chain, and none
     without `scoring`. drafters: asked in this order. num_valid_ids: ids that the tokenizer knows. cache: the
     graph_cache in use. num_threads: None for torch's number. max_model_len: before memory bounds it.
@@ -120,6 +119,14 @@ class EngineSpec:
         return self.is_compiled or self.has_graphs
 
     @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """The rows of programs for prompts, ascending; () if they have no fixed shapes."""
+        if not self.has_shapes:
+            return ()
+        # A captured length takes no time to compile.
+        return prefill_lengths(self.prefill_chunk, has_middles=self.has_graphs)
+
+    @property
     def has_lookup(self) -> bool:
         """Whether drafts are looked up in the text too."""
         return LOOKUP in self.drafters
@@ -140,13 +147,18 @@ class EngineSpec:
         return max(shape.verify for shape in (*self.shapes, *self.wide_shapes, *self.given_shapes))
 
     @property
+    def wide_drafts(self) -> int:
+        """The drafts that a round of a wide shape verifies; 0 without wide shapes."""
+        return self.wide_shapes[0].verify if self.wide_shapes else 0
+
+    @property
     def wide_requests(self) -> int:
         """The most requests of a round of a wide shape."""
         return WIDE_REQUESTS if self.wide_shapes else 0
 
     def most_rows(self, max_batch: int) -> int:
         """The most rows of a round of at most `max_batch` requests, without padding."""
-        drawn = max(max_batch * (self.mtp_step + 1), self.wide_requests * (self.max_drafts + 1))
+        drawn = max(max_batch * (self.mtp_step + 1), self.wide_requests * (self.wide_drafts + 1))
         given = (self.given_requests(shape, max_batch) * (shape.verify + 1) for shape in self.given_shapes)
         return max(drawn, *given, 0)
 
@@ -207,16 +219,10 @@ class EngineSpec:
         """The least `value` of all ranks, so that every rank derives the same numbers from it."""
         return value if self.communicator is None else self.communicator.least(value)
 
-    def for_batch(self, max_batch: int) -> EngineSpec:
-        """The spec of an engine of `max_batch` slots, once memory has decided their number.
-
-        Says in the log what many slots cost drafts from the text.
-        """
-        if max_batch <= MOST_WIDE_SLOTS or not self.wide_shapes:
-            return self
-        text = "a round verifies at most %d drafts from the text; with max_batch of at most %d it verifies %d"
-        logger.info(text, self.mtp_step, MOST_WIDE_SLOTS, self.max_drafts)
-        return replace(self, wide_shapes=())
+    def narrow(self, drafts: int) -> EngineSpec:
+        """The spec whose wide rounds verify so many drafts; without wide rounds if a chain has as many."""
+        wide = [RoundShape(drafts, shape.chain) for shape in self.wide_shapes if drafts > self.mtp_step]
+        return replace(self, wide_shapes=tuple(wide))
 
     def of_rank(self, communicator: Communicator) -> EngineSpec:
         """From the whole engine's spec, the spec of the rank that `communicator` belongs to."""

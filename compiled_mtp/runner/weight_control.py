@@ -15,6 +15,7 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.inbox import Inbox
 from compiled_mtp.scheduler.resources import ScheduledRequest
 from compiled_mtp.scheduler.turn import Turn
+from compiled_mtp.spec.policy import DepthPolicy
 
 Running: TypeAlias = Literal["finish", "abort"]
 """What happens to requests that have begun: they are decoded to their ends, or end with "abort"."""
@@ -32,6 +33,7 @@ class WeightControl:
     _is_closed: bool
     _turn: Turn
     _interruption: str | None
+    _depths: DepthPolicy | None
     # Why no request can be served, None while the weights are whole.
     _unavailable: str | None = None
     # The directory of the last weights, None for the config's; and whether tensors came after it.
@@ -98,6 +100,9 @@ class WeightControl:
             self.scheduler.drop_prefixes()
             self._unavailable = "it sleeps; call wake_up"
             self.runner.sleep()
+            if self._depths is not None:
+                # The wake-up prepares every depth, also those that the start was still loading.
+                self._depths.add_depths(self.runner.spec.config.depths)
         finally:
             self._turn.leave()
 

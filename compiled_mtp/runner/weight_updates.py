@@ -53,7 +53,7 @@ def check_update(spec: EngineSpec, source: WeightSource) -> WeightUpdate:
         update = WeightUpdate(weights, copied=stream.release)
     else:
         path = Path(source)
-        config, own = read_model_config(path), spec.model
+        config, own = read_model_config(path, max_pixels=spec.config.vision_pixels), spec.model
         for name, value in traced(own).items():
             got = traced(config)[name]
             check(got == value, name, f"be {value}, as in the engine's weights", got, "make another engine")

@@ -24,7 +24,7 @@ class Admission:
     def has_room(self, scheduled: ScheduledRequest) -> bool:
         """Return whether a slot and enough blocks are free for a waiting or offloaded request."""
         resources, limits = self._resources, self._resources.limits
-        if not resources.has_slot:
+        if not resources.num_free_slots:
             return False
         is_waiting = scheduled.phase is RequestPhase.WAITING
         # Prefix blocks that other requests already hold cost nothing.
@@ -37,16 +37,21 @@ class Admission:
         # Prompt chunks and rounds alternate: the others decode one round per chunk of this prompt.
         chunk = limits.busy_chunk or limits.prefill_chunk
         # A launch has one snapshot offset. If another prompt takes it, this prompt ends a chunk at each of
-        # its two snapshot positions: up to two chunks more.
-        chunks = -(-scheduled.request.prompt_len // chunk) + 2 if is_waiting else 0
+        # its two snapshot positions. With the part that fills another launch, up to three chunks more.
+        chunks = -(-scheduled.request.prompt_len // chunk) + 3 if is_waiting else 0
         if is_waiting and limits.tower is not None:
             # So do rounds and slices of the vision tower.
             images = scheduled.request.images
             chunks += sum(limits.tower.count_slices(image.span.num_tokens) for image in images)
         rows = (limits.max_in_flight + 2 + chunks) * (limits.max_drafts + 1)
-        needed = max(needed, self._blocks_soon(scheduled, self.tokens_ahead + rows) - shared)
+        tokens = self.tokens_ahead + rows
+        needed = max(needed, self._blocks_soon(scheduled, tokens) - shared)
+        # Every other request has the blocks of its tokens, unless it replays them.
+        most = len(others) * (limits.blocks_up_to(tokens) + 1)
+        if needed + most <= resources.pool.num_free and not any(other.replay for other in others):
+            return True
         for other in others:
-            needed += max(self._blocks_soon(other, self.tokens_ahead + rows) - len(other.block_ids), 0)
+            needed += max(self._blocks_soon(other, tokens) - len(other.block_ids), 0)
         return needed <= resources.pool.num_free
 
     def _blocks_soon(self, scheduled: ScheduledRequest, num_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from compiled_mtp.request import Request
 
@@ -20,6 +20,7 @@ _LEAST = {
     "prefix_host_records": 0,
     "prefix_host_blocks": 0,
     "wide_requests": 0,
+    "wide_drafts": 0,
     "has_lookup": 0,
 }
 
@@ -68,11 +69,13 @@ class Limits:
     mtp_step. prefill_chunk: the most tokens of a prefill launch; busy_chunk: the same while rounds wait, 0
     for prefill_chunk. prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
     least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
-    again. max_prompt_chunks: the most prompts of a launch. num_snapshots: those of the prefix cache, 0 for no
+    again. max_prompt_chunks: the most prompts of a launch; prompt_lengths: the rows that their programs have,
+    ascending, () for programs of any number. num_snapshots: those of the prefix cache, 0 for no
     cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
-    in the text too; wide_requests: the most requests of a round that verifies max_drafts of them. given: the
+    in the text too; wide_requests: the most requests of a round that verifies wide_drafts of them. given: the
     drafts that a round of given tokens may verify, ascending, each with the most requests of such a round.
-    tower: the cost of images, None for none. Any thread may use it. Raises ValueError for a number that is
+    tower: the cost of images, None for none. longest: the most tokens of a request, prompt and output, that
+    max_model_len allows and all blocks hold. Any thread may use it. Raises ValueError for a number that is
     too small, and unless blocks divide prefix_step and prefix_step divides the chunks.
     """
 
@@ -93,16 +96,19 @@ class Limits:
     busy_chunk: int = 0
     least_saved: int = 0
     max_prompt_chunks: int = 1
+    prompt_lengths: tuple[int, ...] = ()
     wide_requests: int = 0
+    wide_drafts: int = 0
     has_lookup: bool = False
     given: tuple[tuple[int, int], ...] = ()
     tower: TowerCost | None = None
+    longest: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, low = getattr(self, field.name), _LEAST.get(field.name, 1)
-            if field.name not in ("given", "tower") and value < low:
-                raise ValueError(f"{field.name} must be at least {low}, got {value}; raise it")
+        for each in fields(self):
+            value, low = getattr(self, each.name), _LEAST.get(each.name, 1)
+            if each.name not in ("given", "tower", "longest", "prompt_lengths") and value < low:
+                raise ValueError(f"{each.name} must be at least {low}, got {value}; raise it")
         if self.max_drafts < self.mtp_step:
             raise ValueError(
                 f"max_drafts must be at least mtp_step={self.mtp_step}, got {self.max_drafts}; raise it"
@@ -118,6 +124,8 @@ class Limits:
                 f"prefix_step must be a multiple of block_size={self.block_size} that divides chunks of "
                 f"{list(chunks)}, got {self.prefix_step}; change one of them"
             )
+        longest = min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
+        object.__setattr__(self, "longest", longest)
 
     def fit(self, request: Request) -> None:
         """Set the request's max_output, length_reason, mtp_step and max_drafts.
@@ -147,11 +155,6 @@ class Limits:
     def resume_step(self) -> int:
         """Tokens at whose multiples a prompt may resume."""
         return self.prefix_step or self.prefill_chunk
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a request, prompt and output, that max_model_len allows and all blocks hold."""
-        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size)
 
     def worst_case_blocks(self, request: Request) -> int:
         """Return the blocks for every position that any launch of this request may write.

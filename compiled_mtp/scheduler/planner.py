@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
@@ -31,6 +31,7 @@ from compiled_mtp.plan import (
 )
 from compiled_mtp.request import new_tuple
 from compiled_mtp.scheduler.admission import Admission
+from compiled_mtp.scheduler.look_ahead import certain_rounds, find_decoding
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
 from compiled_mtp.scheduler.prompts import Prompts
@@ -43,6 +44,10 @@ Depth = Callable[[int, int, bool], int]
 
 Arguments: the number of requests, the mean tokens of their contexts when the planner last examined them, and
 whether the round has two phases. Called once per round, and once before the first with 0 requests."""
+
+# With so many prompts to start, and with each doubling of them, launches have twice the rows while rounds
+# wait.
+_FEW_PROMPTS = 8
 
 Widen = Callable[[], bool]
 """Returns whether the next round, of the depth that `Depth` returned last, verifies all looked-up drafts."""
@@ -240,8 +245,8 @@ class Planner:
         self.resources.admit(scheduled)
         self.prompts.members.append(scheduled)
 
-    def _admit_beside(self, num_rows: int) -> ScheduledRequest | None:
-        """Admit the next waiting request if its prompt may share the launch that is planned."""
+    def _admit_beside(self, num_rows: int | None) -> ScheduledRequest | None:
+        """Admit the next waiting request if its prompt, or for None a part, may share the planned launch."""
         scheduled = self.waiting_queue.first()
         if scheduled is None or scheduled.phase is not RequestPhase.WAITING:
             return None
@@ -281,11 +286,10 @@ class Planner:
     def _look_ahead(self) -> None:
         """Choose the requests that decode, reserve blocks for their next rounds, and count these rounds."""
         while True:
-            unread = self._count_unread_rounds()
-            in_flight = {one.slot: unread[one.slot, one.generation] for one in self._decoding(unread)}
-            owners = self.resources.owners
-            last_writes = [(owners[slot], self._last_write(owners[slot], n)) for slot, n in in_flight.items()]
-            decoding, updates, missing = self._preemption.grow(last_writes)
+            found = find_decoding(self.resources, self._count_unread_rounds())
+            decoding, updates, missing = self._preemption.grow(
+                [(one.scheduled, one.last_write) for one in found]
+            )
             self._block_updates += updates
             leaving = self._preemption.choose(missing) if missing > 0 else None
             if leaving is None:
@@ -300,19 +304,9 @@ class Planner:
         self._context_tokens = tokens // max(len(decoding), 1)
         # At least 1: the next round's blocks are reserved. One at a time while a request lacks blocks or its
         # next tokens are known.
-        is_short = self._with_known or len(decoding) < len(in_flight)
-        rounds = [1] if is_short else [self._certain_rounds(one, in_flight[one.slot]) for one in decoding]
+        is_short = self._with_known or len(decoding) < len(found)
+        rounds = [1] if is_short else [certain_rounds(self.limits, one) for one in found]
         self._rounds_ahead = max(min(rounds), 1) if decoding else 0
-
-    def _decoding(self, unread: Counter[tuple[int, int]]) -> Iterator[ScheduledRequest]:
-        """Yield the requests with a finished prompt and at least one token to come."""
-        for scheduled in self.resources.owners.values():
-            if scheduled.phase is RequestPhase.RUNNING and scheduled.transfer is None:
-                output = _least_output(scheduled, unread[scheduled.slot, scheduled.generation])
-                is_given = bool(scheduled.request.forced_ids)
-                is_planned = is_given and scheduled.known is not None and scheduled.known.is_planned
-                if output < scheduled.request.max_output and not is_planned:
-                    yield scheduled
 
     def _count_unread_rounds(self) -> Counter[tuple[int, int]]:
         """Count the rounds with unread results, by slot and generation."""
@@ -326,28 +320,6 @@ class Planner:
         guided = {(one.slot, one.generation) for one in members if one.request.guide is not None}
         givers = [plan for plan in self._unread if plan.kind in ("first", "accept")]
         return any(not guided.isdisjoint(zip(p.slots, p.generations, strict=True)) for p in givers)
-
-    def _certain_rounds(self, scheduled: ScheduledRequest, in_flight: int) -> int:
-        """Return how many of the next rounds cannot be the request's last and have their blocks."""
-        width, request = self.limits.max_drafts + 1, scheduled.request
-        # Each result may be read before the next launch.
-        most_output = _least_output(scheduled, in_flight) + in_flight * self.limits.max_drafts
-        rounds = -((most_output - request.max_output) // width)
-        owned = len(scheduled.block_ids)
-        if owned < self.limits.worst_case_blocks(request):
-            last_write = self._last_write(scheduled, in_flight)
-            rounds = min(rounds, (owned * self.limits.block_size - 1 - last_write) // width + 1)
-        return rounds
-
-    def _last_write(self, scheduled: ScheduledRequest, in_flight: int) -> int:
-        """Return the last position that a round may write after `in_flight` unread rounds.
-
-        A round writes its verify rows and then its chain.
-        """
-        request, max_drafts = scheduled.request, self.limits.max_drafts
-        # The first token is right after the prompt, read or not; later tokens count once they are read.
-        pos = request.prompt_len + max(scheduled.num_emitted - 1, 0)
-        return pos + in_flight * (max_drafts + 1) + max_drafts + self.limits.mtp_step
 
     def _plan_next(self) -> StepPlan | None:
         if (prefilled := self.prompts.next_prefilled()) is not None:
@@ -372,9 +344,7 @@ class Planner:
 
     def _plan_prefill(self) -> StepPlan:
         self._restore_install()
-        has_round = self._open_round is not None or bool(self.decoding_slots)
-        most = self.limits.busy_chunk if has_round else 0
-        most = most or self.limits.prefill_chunk
+        most = self._most_rows()
         first = self.prompts.members[0]
         if (encoded := self.prompts.next_slice(most)) is not None:
             return self._make_plan("encode", (first.slot,), (first.generation,), encoded=encoded)
@@ -392,6 +362,20 @@ class Planner:
             wants_drafts=any(scheduled.request.params.include_drafts for scheduled in launch.ended),
             saves=tuple(launch.saves),
         )
+
+    def _most_rows(self) -> int:
+        """Return the most rows of the next launch of prompts.
+
+        While rounds wait for it, they are few; but with many prompts to start, rounds would be small and wait
+        often, and the last prompts would wait longest.
+        """
+        limits = self.limits
+        has_round = self._open_round is not None or bool(self.decoding_slots)
+        if not has_round or not limits.busy_chunk:
+            return limits.prefill_chunk
+        starting = len(self.prompts.members) + min(len(self.waiting_queue), self.resources.num_free_slots)
+        doublings = (starting // _FEW_PROMPTS).bit_length()
+        return min(limits.busy_chunk << doublings, limits.prefill_chunk)
 
     def _plan_evictions(self) -> list[Copy]:
         """Return the copies to the host tier of what the prefix cache evicted after the last plan.
@@ -440,7 +424,7 @@ class Planner:
             depth, catches_up = 0, False
         else:
             depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
-            verify = self.limits.max_drafts if self._is_wide() else depth
+            verify = self.limits.wide_drafts if self._is_wide() else depth
             # Only statistics read num_drafts: a resumed request may have another number of drafts.
             num_drafts, self._chain = min(verify, self._chain), depth
             catches_up = self._catches_up(verify)
@@ -580,8 +564,3 @@ class Planner:
         if not 0 <= depth <= mtp_step:
             raise ValueError(f"depth must be 0 to {mtp_step} (mtp_step), got {depth}; choose another")
         return depth
-
-
-def _least_output(scheduled: ScheduledRequest, in_flight: int) -> int:
-    """Return the fewest tokens that the request will have: every unread round emits at least one."""
-    return scheduled.num_emitted + scheduled.is_first_token_due + in_flight

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from compiled_mtp.graphs.buckets import lay_out
+from compiled_mtp.graphs.buckets import lay_out, pick_prefill_length
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, EncodeSlice, Location, Move, PromptChunk
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest, block_table_row
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
-Admitter = Callable[[int], ScheduledRequest | None]
-"""Admits the next waiting request if the rest of its prompt fits into the given number of rows and it may
-share a launch; else returns None."""
+Admitter = Callable[[int | None], ScheduledRequest | None]
+"""Admits the next waiting request if the rest of its prompt fits into the given number of rows, None for any
+prompt, and it may share a launch; else returns None."""
 
 
 @dataclass(slots=True)
@@ -52,9 +52,10 @@ class Launch:
 class Prompts:
     """The requests whose prompts are being prefilled, in the order of admission.
 
-    A launch takes the longest possible chunk of the first request. It adds others only if all the rest of
-    their prompts fits: a part of a prompt emits no token, and would only delay the requests before it. A
-    prompt whose log probabilities are wanted has a launch of its own.
+    A launch takes the longest possible chunk of the first request. It adds others if all the rest of their
+    prompts fits: a part of a prompt emits no token, and would only delay the requests before it. Last comes
+    a part of the next prompt, if it takes no more rows than the launch's program has anyway. A prompt whose
+    log probabilities are wanted has a launch of its own.
     """
 
     def __init__(self, resources: Resources, copy_ids: Iterator[int]) -> None:
@@ -78,8 +79,9 @@ class Prompts:
         """
         return next((scheduled for scheduled in self.members if scheduled.is_prefilled), None)
 
-    def may_join(self, scheduled: ScheduledRequest, num_rows: int) -> bool:
-        """Return whether a waiting request may share the planned launch, which has num_rows rows left.
+    def may_join(self, scheduled: ScheduledRequest, num_rows: int | None) -> bool:
+        """Return whether a waiting request may share the planned launch with the rest of its prompt, for
+        which there are num_rows rows, or for None with a part.
 
         It may not if a prompt that is being prefilled will cache more of its prefix than is cached now: it
         then waits until that prefix can be found.
@@ -89,7 +91,8 @@ class Prompts:
             return False
         start = prefix.predict_start(scheduled)
         # Images are encoded for the first prompt alone.
-        return request.prompt_len - start <= num_rows and not _has_images(scheduled, start)
+        fits = num_rows is None or request.prompt_len - start <= num_rows
+        return fits and not _has_images(scheduled, start)
 
     def next_slice(self, most: int) -> EncodeSlice | None:
         """Return the next slice of the vision tower that a launch of `most` rows waits for; None for none.
@@ -119,25 +122,45 @@ class Prompts:
         """Choose the chunks of a launch of at most `most` rows; requests from `admit` become members."""
         launch, resuming = Launch(), list[ScheduledRequest]()
         scheduled: ScheduledRequest | None = self.members[0]
+        num_rows, is_part = most, False
         while scheduled is not None:
             is_resuming = not scheduled.is_installed and scheduled.resumption is not None
-            self._take(scheduled, most - launch.num_rows, launch)
+            self._take(scheduled, num_rows, launch)
             if is_resuming:
                 resuming.append(scheduled)
             is_full = (
                 len(launch.prompt_chunks) == max_prompt_chunks or scheduled.request.wants_prompt_logprobs
             )
-            scheduled = None if is_full else self._next(launch, most - launch.num_rows, admit)
+            if is_full or is_part:
+                break
+            num_rows = most - launch.num_rows
+            scheduled = self._next(launch, num_rows, admit)
+            if scheduled is None and (spare := min(self._spare_rows(launch), num_rows)) > 0:
+                scheduled, num_rows, is_part = self._next(launch, None, admit), spare, True
         for scheduled in resuming:
             # Last: evictions by the snapshots above are copied to the host tier first, and would overwrite
             # the host blocks that this request still reads.
             self._resources.prefix.begin(scheduled)
         return launch
 
-    def _next(self, launch: Launch, num_rows: int, admit: Admitter) -> ScheduledRequest | None:
-        """Return the request of the next chunk; None if none fits."""
+    def _spare_rows(self, launch: Launch) -> int:
+        """Return the rows of the launch's program that another chunk may have, a multiple of the tokens at
+        which a prompt may resume; 0 without programs."""
+        limits, count = self._resources.limits, len(launch.prompt_chunks)
+        if not limits.prompt_lengths:
+            return 0
+        length, with_another = (
+            pick_prefill_length(limits.prompt_lengths, launch.num_rows, number, limits.max_batch)
+            for number in (count, count + 1)
+        )
+        spare = length - launch.num_rows
+        return spare - spare % limits.resume_step if with_another == length else 0
+
+    def _next(self, launch: Launch, num_rows: int | None, admit: Admitter) -> ScheduledRequest | None:
+        """Return the request of the next chunk, a whole rest of num_rows rows or for None a part; None if
+        none fits."""
         count = len(launch.prompt_chunks)
-        if num_rows <= 0:
+        if num_rows is not None and num_rows <= 0:
             return None
         if count == len(self.members):
             return admit(num_rows)
@@ -145,7 +168,8 @@ class Prompts:
         is_alone = scheduled.request.wants_prompt_logprobs
         is_alone = is_alone or _has_images(scheduled, scheduled.num_prefilled)
         num_left = scheduled.request.prompt_len - scheduled.num_prefilled
-        return scheduled if num_left <= num_rows and not is_alone else None
+        fits = num_rows is None or num_left <= num_rows
+        return scheduled if fits and not is_alone else None
 
     def _take(self, scheduled: ScheduledRequest, num_rows: int, launch: Launch) -> None:
         """Put the next chunk of a prompt, of at most `num_rows` tokens, into a launch."""

@@ -34,8 +34,9 @@ class ScheduledRequest:
     """A request, its phase, and what it owns: a slot (0: none) of a generation, a host record (None: none),
     and blocks on the device or the host, where its rows lie.
 
-    arrival: its number by order of arrival. is_due: it goes before all requests that are not. num_prefilled:
-    prompt tokens that are cached or planned. resumption: what fills its slot before its first launch; None:
+    arrival: its number by order of arrival. is_due: it goes before all requests that are not. most_blocks:
+    those of its worst case, set when it is admitted. num_prefilled: prompt tokens that are cached or planned.
+    resumption: what fills its slot before its first launch; None:
     the prompt begins at position 0. prefix_keys: the keys of the prompt's whole chunks, None until computed.
     is_looked_up: the prefix cache has counted its lookup. is_installed: a plan has installed it in its slot.
     is_first_token_due: its first token is planned, and the result not read. is_in_open_round: the verify of
@@ -55,6 +56,7 @@ class ScheduledRequest:
     generation: int = 0
     host_record: int | None = None
     block_ids: list[int] = field(default_factory=list)
+    most_blocks: int = 0
     num_prefilled: int = 0
     resumption: Resumption | None = None
     prefix_keys: list[bytes] | None = None
@@ -177,9 +179,9 @@ class Resources:
         return not (self.owners or self.moving or self._kept)
 
     @property
-    def has_slot(self) -> bool:
-        """Whether a slot is free."""
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        """The slots that no request has."""
+        return len(self._free_slots)
 
     def staying(self) -> list[ScheduledRequest]:
         """Return the requests that have a slot or move to one, except those that move to the host."""
@@ -198,6 +200,7 @@ class Resources:
     def admit(self, scheduled: ScheduledRequest) -> None:
         """Give a waiting request a slot, its cached prefix, and the blocks for the rest of its prompt."""
         scheduled.reset_progress()
+        scheduled.most_blocks = self.limits.worst_case_blocks(scheduled.request)
         scheduled.slot = self._free_slots.pop()
         scheduled.generation = self._next_generation(scheduled.slot)
         scheduled.resumption = self.prefix.resume(scheduled)
@@ -219,8 +222,7 @@ class Resources:
         """Return the blocks that a request lacks for every position up to `position`, and up to `ahead` more,
         within its worst case.
         """
-        limits = self.limits
-        needed = min(limits.blocks_up_to(position) + ahead, limits.worst_case_blocks(scheduled.request))
+        needed = min(self.limits.blocks_up_to(position) + ahead, scheduled.most_blocks)
         return max(needed - len(scheduled.block_ids), 0)
 
     def grow(self, scheduled: ScheduledRequest, count: int) -> list[BlockUpdate]:

@@ -193,10 +193,14 @@ class ContentPart(Body):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        name = "text" if self.type in _TEXT_KINDS else "image_url"
+        is_text = self.type in _TEXT_KINDS
+        name, other = ("text", "image_url") if is_text else ("image_url", "text")
         if getattr(self, name) is None:
             context = {"rule": f"have a field {name}", "remedy": "add it"}
             raise PydanticCustomError(UNREAD_FIELD, f"must have {name}", context)
+        if getattr(self, other):
+            context = {"rule": f"have no field {other} beside {name}", "remedy": "make two parts of it"}
+            raise PydanticCustomError(UNREAD_FIELD, f"must have no {other}", context)
         return self
 
     @property

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import ServedEngine, Service
+from compiled_mtp.server.interpreter import settle_interpreter
 from compiled_mtp.server.log import start_log
 from compiled_mtp.server.media import MediaLoader
 from compiled_mtp.server.metrics import Metrics
@@ -64,8 +64,6 @@ _COMMON = (
     "log_format",
     "log_prompts",
 )
-# How long one thread may run while another waits: Python's default, 5 ms, is as long as a fast model's step.
-_SWITCH_INTERVAL_S = 0.0005
 _PROBE = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -121,7 +119,7 @@ def assemble_service(
             max_waiting=config.max_open,
             chat_template=tokenizer.chat_template,
         ),
-        media=MediaLoader(config),
+        media=MediaLoader(config, images[1]),
         tokenizer=tokenizer,
         config=config,
         names=config.served_model_name or (model.resolve().name,),
@@ -139,17 +137,6 @@ def name_model(config: ServerConfig, engine_config: EngineConfig) -> ServerConfi
         return config
     # A repository's local directory is named after a commit.
     return config.model_copy(update={"served_model_name": (engine_config.model.as_posix(),)})
-
-
-def settle_interpreter() -> None:
-    """Shorten the stepping thread's waits for other threads and for garbage collection.
-
-    Called after the model is loaded; changes the whole interpreter.
-    """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    # A collection that visits all loaded objects would stop every stream for a tenth of a second.
-    gc.collect()
-    gc.freeze()
 
 
 def find_call_form(tokenizer: Tokenizer) -> CallForm | None:

@@ -32,10 +32,10 @@ class DepthPolicy:
         depths: Iterable[int],
         sizes: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
-        max_drafts: int = 0,
+        wide_drafts: int = 0,
     ) -> None:
         self._clock = clock
-        self.wide = WideRounds(max_drafts)
+        self.wide = WideRounds(wide_drafts)
         self._depth = 0
         self.controller = DepthController(depths)
         self._sizes = sizes
@@ -53,10 +53,12 @@ class DepthPolicy:
         self._last_s, self._is_late = 0.0, False
         self._open_verify: tuple[int, float, frozenset[int]] | None = None
 
-    def add_depth(self, depth: int) -> None:
-        """Take one more depth, whose programs have become ready."""
-        self._counts = {**self._counts, depth: dict.fromkeys(_REASONS, 0)}
-        self.controller.add_depth(depth)
+    def add_depths(self, depths: Iterable[int]) -> None:
+        """Take further depths, whose programs have become ready; those that it has stay as they are."""
+        for depth in depths:
+            if depth not in self._counts:
+                self._counts = {**self._counts, depth: dict.fromkeys(_REASONS, 0)}
+                self.controller.add_depth(depth)
 
     def choose(self, num_requests: int, context_tokens: int, is_two_phase: bool) -> int:
         """Return the depth of the next round; with 0 requests, that of the first tokens before it."""

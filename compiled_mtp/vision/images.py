@@ -127,6 +127,10 @@ def _check(image: Image.Image) -> None:
         is_animated = image.format in _ANIMATED and getattr(image, "is_animated", False)
     check(not is_animated, "image", "be a still picture", "an animation", "save one of its frames")
     check(image.mode in _MODES, "image", f"have one of the modes {_MODES}", image.mode, _SAVE_ANEW)
+    # Pillow would cut such colours to 8 bits; an image that is decoded already has no tiles.
+    tiles = getattr(image, "tile", ()) if image.format == "PNG" else ()
+    is_wide = any(str(tile[3]).endswith(";16B") for tile in tiles)
+    check(not is_wide, "image", "have 8 bits a channel", "16 bits", _SAVE_ANEW)
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

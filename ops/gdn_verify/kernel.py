@@ -24,6 +24,9 @@ from compiled_mtp.ops.gdn_triton import (
 )
 from compiled_mtp.ops.k_splits import NARROW_ROWS
 
+# A processor then holds 16 programs: the states of some arrive while others step.
+MOST_REGISTERS = 128
+
 
 @triton.jit
 def sum_over_keys(tile, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
@@ -89,22 +92,12 @@ def gdn_verify_kernel(
     # says why).
     if PDL:
         gdc_wait()
-    key = load_key(k + key_at, DK, LANES)
-    query = load_key(q + key_at, DK, LANES)
-    value_row = tl.load(v + head_at * DV + value)
-    decay = tl.load(exp_g + head_at)
-    own_beta = tl.load(beta + head_at)
     for token in range(query_len):
-        # Load the next token while this one is computed; the last token is loaded twice.
-        is_more = (token + 1 < query_len).to(tl.int32)
-        next_key_at = key_at + is_more * (NK * DK)
-        next_head_at = head_at + is_more * NV
-        next_key = load_key(k + next_key_at, DK, LANES)
-        next_query = load_key(q + next_key_at, DK, LANES)
-        next_value_row = tl.load(v + next_head_at * DV + value)
-        next_decay = tl.load(exp_g + next_head_at)
-        next_beta = tl.load(beta + next_head_at)
-
+        key = load_key(k + key_at, DK, LANES)
+        query = load_key(q + key_at, DK, LANES)
+        value_row = tl.load(v + head_at * DV + value)
+        decay = tl.load(exp_g + head_at)
+        own_beta = tl.load(beta + head_at)
         # With S the state before the token: u = beta (v - exp(g) S k) and o = exp(g) S q + u (k . q), that
         # is the new state times q. Both products read S, so neither waits for the other.
         wide_key = widen_key(key, BLOCK_V)
@@ -127,13 +120,8 @@ def gdn_verify_kernel(
                 record_at = ring_k + (k_rows + ring_row) * DK
                 row = tl.arange(0, DK // LANES)
                 tl.store(record_at + row[:, None] * LANES + tl.arange(0, LANES)[None, :], key)
-        key = next_key
-        query = next_query
-        value_row = next_value_row
-        decay = next_decay
-        own_beta = next_beta
-        key_at = next_key_at
-        head_at = next_head_at
+        key_at += NK * DK
+        head_at += NV
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -148,7 +136,7 @@ def launch(args: Any) -> torch.Tensor:
         args.state_index, args.base, args.pos, rows // batch,
         args.max_unfolded,
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
-        PDL=has_pdl, num_warps=NUM_WARPS, launch_pdl=has_pdl, **OPTIONS,
+        PDL=has_pdl, num_warps=NUM_WARPS, maxnreg=MOST_REGISTERS, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     # Weights are resident for at most NARROW_ROWS rows.
     resident = args.resident and rows <= NARROW_ROWS

@@ -6,24 +6,16 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.left_config import LeftForm
+from compiled_mtp.ops.left_config import form_of_kind
 from compiled_mtp.ops.left_launch import launch_left_partials, launch_left_product
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.linear_blocks.values_kernel import decode_rows, values_of
 from compiled_mtp.ops.prefill_triton import launch_prefill
 
 
-def form_of(kind: str) -> LeftForm:
-    """How products read a kind."""
-    own = KINDS[kind]
-    above = {5: 16, 6: 16, 8: 32}.get(own.bits, 0)
-    return LeftForm(kind, own.width, own.words, above, own.fields, int(own.scales_sums))
-
-
 def left_weight(args: Any) -> LeftWeight:
-    return LeftWeight(args.weight, args.weight_scale.view(-1).view(torch.int32), form_of(args.kind))
+    return LeftWeight(args.weight, args.weight_scale.view(-1).view(torch.int32), form_of_kind(args.kind))
 
 
 def launch(args: Any) -> torch.Tensor:

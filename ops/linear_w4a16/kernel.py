@@ -14,7 +14,7 @@ import triton.language as tl
 from compiled_mtp.ops.int4 import UNIT
 from compiled_mtp.ops.int4_triton import decode, minus_of, scale_of
 from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.left_config import LeftForm
+from compiled_mtp.ops.left_config import form_of_int4
 from compiled_mtp.ops.left_launch import launch_left_partials, launch_left_product
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.prefill_triton import launch_prefill
@@ -54,9 +54,7 @@ def w4a16_values_kernel(
 def left_weight(weight: torch.Tensor, weight_scale: torch.Tensor) -> LeftWeight:
     """The weight as products read it."""
     per_unit = weight_scale.shape[0] * UNIT // (weight.shape[1] * 4)
-    kind = "INT4_BF16" if weight_scale.dtype == torch.bfloat16 else "INT4"
-    form = LeftForm(kind, width=32, words=32, above=0, fields=per_unit, parts_per_scale=4 // per_unit)
-    return LeftWeight(weight, weight_scale.view(torch.int32), form)
+    return LeftWeight(weight, weight_scale.view(torch.int32), form_of_int4(weight_scale.dtype, per_unit))
 
 
 def launch(args: Any) -> torch.Tensor:

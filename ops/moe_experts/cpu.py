@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from compiled_mtp.ops.cpu_product import bfloat16_product
 from compiled_mtp.ops.fp8 import dequantize, quantize, quantized_values
-from compiled_mtp.ops.k_splits import add_tree, count_cpu_k_splits
 from compiled_mtp.ops.numerics import silu
 
 # On a CPU a float32 matmul gives a row the same bits for every row count that is a multiple of 4 (measured).
@@ -54,21 +53,13 @@ def _hidden_of(inputs: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
-def _k_splits_of(hidden: torch.Tensor, down: torch.Tensor, k_splits: int) -> torch.Tensor:
-    """[shares or 1, M, N] float32: one expert's second product, in so many shares of the hidden columns."""
-    if not k_splits:
-        return _product(hidden, down)[None]
-    columns = down.float().unflatten(1, (k_splits, -1)).permute(1, 2, 0)
-    return torch.bmm(hidden.float().unflatten(1, (k_splits, -1)).transpose(0, 1), columns)
-
-
 def _add_slots(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[M, N]: the weighted sums of [shares, M * slots, N], each share over its slots in order."""
-    by_slot = outputs.view(len(outputs), *weights.shape, -1)
-    total = weights[:, :1] * by_slot[:, :, 0]
+    """[M, N]: the weighted sums of [M * slots, N], over the slots in order."""
+    by_slot = outputs.view(*weights.shape, -1)
+    total = weights[:, :1] * by_slot[:, 0]
     for slot in range(1, weights.shape[1]):
-        total = total + weights[:, slot : slot + 1] * by_slot[:, :, slot]
-    return add_tree(total)
+        total = total + weights[:, slot : slot + 1] * by_slot[:, slot]
+    return total
 
 
 def _multiply_and_add(
@@ -78,22 +69,15 @@ def _multiply_and_add(
     stacks: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     round_hidden: Callable[[torch.Tensor], torch.Tensor],
-    k_splits: int = 0,
 ) -> torch.Tensor:
-    """[M, H] float32, slots added in order; products in x's dtype, of hidden rows by `round_hidden`.
-
-    With `k_splits` the second product is made in so many shares of the width, in float32, each of which is
-    summed over a row's slots before they are added: so a rank may hold some of them.
-    """
-    shape = (max(k_splits, 1), ids.numel(), stacks[1].shape[1])
-    outputs = torch.empty(shape, dtype=torch.float32, device=x.device)
+    """[M, H] float32, slots added in order; products in x's dtype, of hidden rows by `round_hidden`."""
+    outputs = torch.empty((ids.numel(), stacks[1].shape[1]), dtype=torch.float32, device=x.device)
     for expert, chosen, inputs in _rows_by_expert(x, ids, stacks[0].shape[0]):
         gate_up, down = (
             _dequantize(stack[expert], None if scale is None else scale[expert], x.dtype)
             for stack, scale in zip(stacks, scales, strict=True)
         )
-        result = _k_splits_of(round_hidden(_hidden_of(inputs, gate_up)), down, k_splits)
-        outputs[:, chosen] = result[:, : len(chosen)]
+        outputs[chosen] = _product(round_hidden(_hidden_of(inputs, gate_up)), down)[: len(chosen)]
     return _add_slots(outputs, weights)
 
 
@@ -114,17 +98,15 @@ def multiply_down(
     ids: torch.Tensor,
     down: torch.Tensor,
     scale: torch.Tensor | None,
-    k_splits: int = 0,
 ) -> torch.Tensor:
-    """[M, N] float32 of `multiply_gate_up`'s pairs, rounded; shares as for `moe_experts`."""
-    shape = (max(k_splits, 1), ids.numel(), down.shape[1])
-    outputs = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+    """[M, N] float32 of `multiply_gate_up`'s pairs, rounded."""
+    outputs = torch.empty((ids.numel(), down.shape[1]), dtype=torch.float32, device=hidden.device)
     in_place = torch.empty_like(hidden)
     in_place[ids.flatten().long().sort(stable=True).indices] = hidden
     # One slot a row: the pairs themselves.
     for expert, chosen, inputs in _rows_by_expert(in_place, ids.view(-1, 1), down.shape[0]):
         weight = _dequantize(down[expert], None if scale is None else scale[expert], hidden.dtype)
-        outputs[:, chosen] = _k_splits_of(inputs, weight, k_splits)[:, : len(chosen)]
+        outputs[chosen] = _product(inputs, weight)[: len(chosen)]
     return _add_slots(outputs, weights)
 
 
@@ -137,13 +119,10 @@ def moe_experts(
     gate_up_scale: torch.Tensor | None,
     down_scale: torch.Tensor | None,
     prefill: bool,
-    whole_width: int,
 ) -> torch.Tensor:
     stacks, scales = (gate_up, down), (gate_up_scale, down_scale)
-    width, whole = down.shape[2], whole_width or down.shape[2]
-    k_splits = count_cpu_k_splits(whole) * width // whole
-    total = _multiply_and_add(x, weights, ids, stacks, scales, lambda hidden: hidden.to(x.dtype), k_splits)
-    return total.to(x.dtype if width == whole else torch.float32)
+    total = _multiply_and_add(x, weights, ids, stacks, scales, lambda hidden: hidden.to(x.dtype))
+    return total.to(x.dtype)
 
 
 def moe_experts_w8a8(
@@ -167,7 +146,11 @@ def moe_experts_w8a8(
 
 
 def moe_hidden(
-    x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor | None
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    prefill: bool,
 ) -> torch.Tensor:
     return multiply_gate_up(x, ids, gate_up, gate_up_scale).to(x.dtype)
 
@@ -178,9 +161,9 @@ def moe_sums(
     ids: torch.Tensor,
     down: torch.Tensor,
     down_scale: torch.Tensor | None,
+    prefill: bool,
 ) -> torch.Tensor:
-    k_splits = count_cpu_k_splits(down.shape[2])
-    return multiply_down(hidden, weights, ids, down, down_scale, k_splits).to(hidden.dtype)
+    return multiply_down(hidden, weights, ids, down, down_scale).to(hidden.dtype)
 
 
 def moe_hidden_w8a8(

@@ -6,9 +6,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_mtp.ops.device import device_of
 
 OPTIONS = {"enable_fp_fusion": True}
-_PLAN_BLOCK = 512
+_PLAN_BLOCK = 1024
 _TABLE_BLOCK = 64
 
 
@@ -23,12 +26,16 @@ def plan_kernel(
     IS_DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
     TABLE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """List the pairs of one expert in ascending order and fill its part of the tile table.
 
     An expert's first entry is known from the number of pairs of lower experts alone, which is why entries
     without a tile (-1) are left between: at most one a pair (dense), or one an expert.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     below = tl.zeros((BLOCK,), tl.int32)
@@ -67,55 +74,34 @@ def plan_kernel(
 
 
 @triton.jit
-def weigh_slots(partial, weights, row, column, inside, SLOTS: tl.constexpr, WIDTH: tl.constexpr):
-    """One share of a row's sum, over its slots in order."""
-    total = tl.zeros(column.shape, tl.float32)
-    for slot in tl.static_range(SLOTS):
-        pair = row * SLOTS + slot
-        value = tl.load(partial + pair * WIDTH + column, mask=inside, other=0.0)
-        total += tl.load(weights + pair) * value
-    return total
-
-
-@triton.jit
-def add_k_splits(
-    partial,
-    weights,
-    row,
-    column,
-    inside,
-    stride,
-    SHARES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The sum of SHARES neighbouring shares, added as a tree."""
-    if SHARES == 1:
-        return weigh_slots(partial, weights, row, column, inside, SLOTS, WIDTH)
-    else:
-        half: tl.constexpr = SHARES // 2
-        left = add_k_splits(partial, weights, row, column, inside, stride, half, SLOTS, WIDTH)
-        other = partial + half * stride
-        return left + add_k_splits(other, weights, row, column, inside, stride, half, SLOTS, WIDTH)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def combine_kernel(
-    partial,
+def sum_slots_kernel(
+    results,
     weights,
     out,
-    num_pairs,
-    SHARES: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """out[row, BLOCK columns] = the weighted sum of the row's results, over its slots in order."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    stride = num_pairs.to(tl.int64) * WIDTH
-    total = add_k_splits(partial, weights, row, column, inside, stride, SHARES, SLOTS, WIDTH)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = row * SLOTS + slot
+        value = tl.load(results + pair * WIDTH + column, mask=inside, other=0.0)
+        total += tl.load(weights + pair) * value
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def launch_options(x: torch.Tensor) -> dict[str, bool]:
+    """How all kernels of experts on x's device are compiled and launched."""
+    has_pdl = device_of(x.device.index).has_dependent_launch
+    return {"PDL": has_pdl, "launch_pdl": has_pdl, **OPTIONS}
 
 
 def tile_count(num_pairs: int, experts: int, tile_rows: int) -> tuple[int, bool]:
@@ -140,26 +126,23 @@ def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor,
         IS_DENSE=is_dense,
         BLOCK=_PLAN_BLOCK,
         TABLE_BLOCK=_TABLE_BLOCK,
-        num_warps=4,
-        **OPTIONS,
+        num_warps=8,
+        **launch_options(ids),
     )
     return tiles, pairs
 
 
-def combine(partial: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Write to `out` [M, H] the weighted sums of the pairs' results [shares, M * slots, H], in slot order."""
+def sum_slots(results: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Write to `out` [M, H] the weighted sums of the pairs' results [M * slots, H], in slot order."""
     (rows, width), slots = out.shape, weights.shape[1]
-    # Every share and slot of a column is on its way at once.
-    block = min(1024 // len(partial), triton.next_power_of_2(width))
-    combine_kernel[(triton.cdiv(width, block), rows)](
-        partial,
+    block = min(512, triton.next_power_of_2(width))
+    sum_slots_kernel[(triton.cdiv(width, block), rows)](
+        results,
         weights,
         out,
-        rows * slots,
-        SHARES=len(partial),
         SLOTS=slots,
         WIDTH=width,
         BLOCK=block,
         num_warps=4,
-        **OPTIONS,
+        **launch_options(results),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantize, quantized_values
 from compiled_mtp.ops.numerics import silu
-from compiled_mtp.ops.registry import operator
+from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I32, Remedy
 
 _STACK = Remedy("stack the experts and put the shared expert last")
@@ -24,6 +24,11 @@ GateUp = Annotated[Tensor, "E both H", (*ACTIVATION, FP8), CONTIGUOUS, _STACK]
 GateUpScale = Annotated[Tensor, "E (both+127)//128 (H+127)//128", F32, CONTIGUOUS, _SCALE]
 Down = Annotated[Tensor, "E N I", (*ACTIVATION, FP8), CONTIGUOUS, _STACK]
 DownScale = Annotated[Tensor, "E (N+127)//128 (I+127)//128", F32, CONTIGUOUS, _SCALE]
+
+
+def fences(*kernels: str) -> tuple[Launch, ...]:
+    """Launches that touch nothing early: experts are known only when the kernel before has ended."""
+    return tuple(Launch(kernel, is_fence=True) for kernel in kernels)
 
 
 def _fits(name: str, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
@@ -114,40 +119,57 @@ def _multiply_down(
     return total
 
 
-@operator(check=_hidden_fits, fake=_hidden_rows, has_cpu_route=True)
+@operator(
+    launches=fences("plan_kernel", "gate_up_kernel"),
+    check=_hidden_fits,
+    fake=_hidden_rows,
+    has_cpu_route=True,
+)
 def moe_hidden(
     x: Annotated[Tensor, "M H", ACTIVATION],
     ids: Ids,
     gate_up: GateUp,
     gate_up_scale: GateUpScale | None = None,
+    prefill: bool = False,
 ) -> Annotated[Tensor, "_ I", ACTIVATION]:
-    """silu(gate_e x) * up_e x of a prompt's rows: the first half of `moe_experts`, to the bit.
+    """silu(gate_e x) * up_e x: the first half of `moe_experts`, to the bit.
 
-    `x` [M, H] (row stride free), `ids` [M, slots], `gate_up` [E, 2*I, H] and `gate_up_scale` as there;
-    gate_up may hold the gate's and the up's rows of some of the hidden columns. Returns [M * slots, I] in x's
-    dtype: a row for each pair (row, slot), by its expert, those of one in the order of row and slot.
+    `x` [M, H] (row stride free), `ids` [M, slots], `gate_up` [E, 2*I, H], `gate_up_scale` and `prefill` as
+    there; gate_up may hold the gate's and the up's rows of some of the hidden columns. Returns [M * slots, I]
+    in x's dtype: a row for each pair (row, slot), by its expert, those of one in the order of row and slot.
     """
     return _multiply_gate_up(x, ids, gate_up, gate_up_scale).to(x.dtype)
 
 
-@operator(check=_sums_fit, fake=_sums, has_cpu_route=True)
+@operator(
+    launches=fences("plan_kernel", "down_kernel", "sum_slots_kernel"),
+    check=_sums_fit,
+    fake=_sums,
+    has_cpu_route=True,
+)
 def moe_sums(
     hidden: Annotated[Tensor, "_ I", ACTIVATION, CONTIGUOUS, _HIDDEN],
     weights: Weights,
     ids: Ids,
     down: Down,
     down_scale: DownScale | None = None,
+    prefill: bool = False,
 ) -> Annotated[Tensor, "M N", ACTIVATION]:
     """Sum over a row's slots, in slot order, of weight * down_e hidden: the second half, to the bit.
 
-    `hidden` [M * slots, I]: what `moe_hidden` gives, all of its columns; `weights`, `ids` [M, slots] as for
-    `moe_experts`; `down` [E, N, I] and `down_scale`: some of down's rows, in whole blocks where it has
-    factors. Returns [M, N] in hidden's dtype, those columns of the result.
+    `hidden` [M * slots, I]: what `moe_hidden` gives, all of its columns; `weights`, `ids` [M, slots] and
+    `prefill` as for `moe_experts`; `down` [E, N, I] and `down_scale`: some of down's rows, in whole blocks
+    where it has factors. Returns [M, N] in hidden's dtype, those columns of the result.
     """
     return _multiply_down(hidden, weights, ids, down, down_scale).to(hidden.dtype)
 
 
-@operator(check=_hidden_groups_fit, fake=_hidden_groups, has_cpu_route=True)
+@operator(
+    launches=fences("plan_kernel", "gate_up_w8a8_kernel"),
+    check=_hidden_groups_fit,
+    fake=_hidden_groups,
+    has_cpu_route=True,
+)
 def moe_hidden_w8a8(
     x: Annotated[Tensor, "M H", FP8, Remedy("pass what quantize_rows gives")],
     x_scale: Annotated[Tensor, "M H//128", F32, Remedy("pass quantize_rows' factors")],
@@ -164,7 +186,12 @@ def moe_hidden_w8a8(
     return quantize(hidden if out_float32 else hidden.bfloat16())
 
 
-@operator(check=_sums_groups_fit, fake=_sums_of_groups, has_cpu_route=True)
+@operator(
+    launches=fences("plan_kernel", "down_w8a8_kernel", "sum_slots_kernel"),
+    check=_sums_groups_fit,
+    fake=_sums_of_groups,
+    has_cpu_route=True,
+)
 def moe_sums_w8a8(
     hidden: Annotated[Tensor, "pairs I", FP8, CONTIGUOUS, _HIDDEN],
     hidden_scale: Annotated[Tensor, "pairs I//128", F32, CONTIGUOUS, _HIDDEN],

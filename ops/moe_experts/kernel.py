@@ -12,17 +12,18 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.moe_experts.blocks_kernel import launch_moe_experts_blocks as launch_moe_experts_blocks
-from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS, combine, plan
+from compiled_mtp.ops.device import device_of
+from compiled_mtp.ops.moe_experts.codes import launch_moe_experts_blocks as launch_moe_experts_blocks
+from compiled_mtp.ops.moe_experts.codes import launch_moe_experts_w4a16 as launch_moe_experts_w4a16
+from compiled_mtp.ops.moe_experts.codes import launch_moe_hidden_w4a16 as launch_moe_hidden_w4a16
+from compiled_mtp.ops.moe_experts.codes import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
+from compiled_mtp.ops.moe_experts.grouping_kernel import launch_options, plan, sum_slots
 from compiled_mtp.ops.moe_experts.tiles import read_tile
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_experts_w4a16 as launch_moe_experts_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_hidden_w4a16 as launch_moe_hidden_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
 
-# Pairs an expert has on average, from which on taller tiles are faster: 64 of quantised rows, 32 of bfloat16.
+# Pairs an expert has on average, from which on taller tiles are faster.
 TALL_PAIRS = 16
 
 
@@ -109,8 +110,12 @@ def gate_up_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """hidden[sorted pair, inner] = silu(gate x) * up x for one tile of pairs and BN inner columns."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -142,28 +147,29 @@ def gate_up_kernel(
     tl.store(to, result.to(hidden.dtype.element_ty), mask=is_row[:, None] & (inner < INNER)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
 def down_kernel(
     hidden,
     down,
     scale,
     tiles,
     pairs,
-    partial,
+    results,
     num_tiles,
-    num_pairs,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
-    SHARES: tl.constexpr,
     IS_FP8: tl.constexpr,
     USE_ASM: tl.constexpr,
     EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """partial[share, pair, width] = down hidden for one tile of pairs and BN output columns, in float32, for
-    each of SHARES shares of the inner columns."""
+    """results[pair, width] = down hidden for one tile of pairs and BN output columns, in float32."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -174,10 +180,7 @@ def down_kernel(
     weight = down + expert * (WIDTH * INNER)
     if IS_FP8:
         row_scale = scale_pointers(scale, expert, column, WIDTH, INNER)
-    to = partial + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    is_inside = is_row[:, None] & (column < WIDTH)[None, :]
     total = tl.zeros((BM, BN), tl.float32)
-    # One loop over all shares: a loop for each would empty its pipeline between them.
     for start in range(0, INNER, BK):
         k = start + tl.arange(0, BK)
         values = load_values(rows, k, is_row, INNER, EVEN)
@@ -187,12 +190,8 @@ def down_kernel(
             total += part * tl.load(row_scale + start // 128, mask=column < WIDTH, other=0.0)[None, :]
         else:
             total = tl.dot(values, tl.trans(w), total, input_precision="ieee")
-        if SHARES > 1 and (start + BK) % (INNER // SHARES) == 0:
-            tl.store(to, total, mask=is_inside)
-            to += num_pairs.to(tl.int64) * WIDTH
-            total = tl.zeros((BM, BN), tl.float32)
-    if SHARES == 1:
-        tl.store(to, total, mask=is_inside)
+    to = results + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(to, total, mask=is_row[:, None] & (column < WIDTH)[None, :])
 
 
 @dataclass(frozen=True)
@@ -210,19 +209,32 @@ class Configuration:
         return max(16, min(self.max_k, triton.next_power_of_2(length)))
 
 
-def configuration(dtype: torch.dtype, is_fp8: bool, prefill: bool, is_tall: bool = False) -> Configuration:
+PROMPT_TILES = Configuration(64, 64, 128, 64, 3)
+
+
+def configuration(
+    dtype: torch.dtype, is_fp8: bool, prefill: bool, is_tall: bool = False, arch: str = "sm_90"
+) -> Configuration:
     """The tiles of a launch; is_tall: experts have TALL_PAIRS pairs and more on average.
 
-    Bfloat16 tiles of 16 and 32 pairs multiply by one class of instruction, so that no pair has other bits in
-    the taller ones (tests/gpu/test_moe.py). The others have one height for all numbers of rows.
+    No pair of a round has other bits in taller bfloat16 tiles (tests/gpu/test_moe.py): the two classes of
+    instruction of Hopper's tensor cores add products alike. Blackwell's were not compared: its tiles stay
+    within one class. The others have one height for all numbers of rows.
     """
     if dtype == torch.float32:
         return Configuration(16, 32, 32, 128 if is_fp8 else 32, 2)
-    if not prefill:
-        if is_tall and not is_fp8:
-            return Configuration(32, 64, 128, 64, 4)
-        return Configuration(16, 64 if is_fp8 else 32, 64, 128, 3)
-    return Configuration(64, 64, 64, 128, 3) if is_fp8 else Configuration(64, 64, 128, 64, 3)
+    if is_fp8:
+        return Configuration(64, 64, 64, 128, 3) if prefill else Configuration(16, 64, 64, 128, 3)
+    if is_tall and not prefill and arch.startswith("sm_10"):
+        return Configuration(32, 64, 128, 64, 4)
+    return PROMPT_TILES if prefill or is_tall else Configuration(16, 32, 64, 128, 3)
+
+
+def configuration_of(
+    x: torch.Tensor, ids: torch.Tensor, experts: int, scale: torch.Tensor | None, prefill: bool
+) -> Configuration:
+    is_tall = ids.numel() >= TALL_PAIRS * experts
+    return configuration(x.dtype, scale is not None, prefill, is_tall, device_of(x.device.index).arch)
 
 
 def is_even(config: Configuration, width: int, inner: int) -> bool:
@@ -236,26 +248,17 @@ def is_even(config: Configuration, width: int, inner: int) -> bool:
 
 
 def launch(args: Any) -> torch.Tensor:
-    x, weights, down = args.x, args.weights, args.down
-    rows, width = x.shape
-    experts, _, inner = down.shape
-    slots = args.ids.shape[1]
-    num_pairs = rows * slots
-    whole = args.whole_width or inner
-    dtype = torch.float32 if whole > inner else x.dtype
-    out = torch.empty((rows, width), dtype=dtype, device=x.device)
-    if rows == 0:
-        return out
-    # A prompt's many rows would write and read as much again for each share.
-    k_splits = 1 if args.prefill else count_k_splits(whole) * inner // whole
-    is_tall = num_pairs >= TALL_PAIRS * experts
-    config = configuration(x.dtype, args.gate_up_scale is not None, args.prefill, is_tall)
-    tiles, pairs = plan(args.ids, experts, config.tile_rows)
-    hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    partial = torch.empty((k_splits, num_pairs, width), dtype=torch.float32, device=x.device)
-    multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, tiles, pairs, hidden, slots)
-    multiply_down(config, hidden, down, args.down_scale, tiles, pairs, partial)
-    combine(partial, weights, out)
+    x, ids = args.x, args.ids
+    experts, width, inner = args.down.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if ids.numel():
+        config = configuration_of(x, ids, experts, args.gate_up_scale, args.prefill)
+        table = plan(ids, experts, config.tile_rows)
+        hidden = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
+        results = torch.empty((ids.numel(), width), dtype=torch.float32, device=x.device)
+        multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, *table, hidden, ids.shape[1])
+        multiply_down(config, hidden, args.down, args.down_scale, *table, results)
+        sum_slots(results, args.weights, out)
     return out
 
 
@@ -272,7 +275,7 @@ def shared_constants(
         "BM": config.tile_rows,
         "num_warps": config.warps,
         "num_stages": config.stages,
-        **OPTIONS,
+        **launch_options(x),
     }
 
 
@@ -311,20 +314,18 @@ def multiply_down(
     scale: torch.Tensor | None,
     tiles: torch.Tensor,
     pairs: torch.Tensor,
-    partial: torch.Tensor,
+    results: torch.Tensor,
 ) -> None:
-    """Write `partial` [shares, M * slots, N] of `hidden`, pairs in their own order."""
-    (k_splits, num_pairs, width), inner, num_tiles = partial.shape, hidden.shape[1], tiles.shape[1]
+    """Write `results` [M * slots, N] of `hidden`, pairs in their own order."""
+    width, inner, num_tiles = results.shape[1], hidden.shape[1], tiles.shape[1]
     down_kernel[(triton.cdiv(width, config.down_columns), num_tiles)](
         hidden,
         down if scale is None else down.view(torch.uint8),
         down if scale is None else scale,
         tiles,
         pairs,
-        partial,
+        results,
         num_tiles,
-        num_pairs,
-        SHARES=k_splits,
         BN=config.down_columns,
         BK=config.k_tile(inner),
         **shared_constants(config, hidden, width, inner, scale is not None),
@@ -344,12 +345,12 @@ def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
     tiles, pairs = plan(ids, experts, tile_rows)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     hidden_scale = torch.empty((num_pairs, inner // 128), dtype=torch.float32, device=x.device)
-    partial = torch.empty((1, num_pairs, width), dtype=torch.float32, device=x.device)
+    results = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
     rows_of_x, stack = (x, args.x_scale), (args.gate_up, args.gate_up_scale)
     table = (tile_rows, tiles, pairs)
     multiply_gate_up_w8a8(*rows_of_x, *stack, *table, hidden, hidden_scale, slots, args.out_float32)
-    multiply_down_w8a8(hidden, hidden_scale, args.down, args.down_scale, *table, partial)
-    combine(partial, args.weights, out)
+    multiply_down_w8a8(hidden, hidden_scale, args.down, args.down_scale, *table, results)
+    sum_slots(results, args.weights, out)
     return out
 
 
@@ -358,10 +359,16 @@ def w8a8_tile_rows(num_pairs: int, experts: int) -> int:
     return 64 if num_pairs >= TALL_PAIRS * experts else 16
 
 
-def w8a8_constants(width: int, inner: int, tile_rows: int) -> dict[str, Any]:
+def w8a8_constants(x: torch.Tensor, width: int, inner: int, tile_rows: int) -> dict[str, Any]:
     """What both products of quantised rows are compiled for."""
-    warps = 4 if tile_rows == 16 else 8
-    return {"WIDTH": width, "INNER": inner, "BM": tile_rows, "num_warps": warps, "num_stages": 3, **OPTIONS}
+    return {
+        "WIDTH": width,
+        "INNER": inner,
+        "BM": tile_rows,
+        "num_warps": 4 if tile_rows == 16 else 8,
+        "num_stages": 3,
+        **launch_options(x),
+    }
 
 
 def multiply_gate_up_w8a8(
@@ -393,7 +400,7 @@ def multiply_gate_up_w8a8(
         tiles.shape[1],
         SLOTS=slots,
         IN_FLOAT32=in_float32,
-        **w8a8_constants(width, inner, tile_rows),
+        **w8a8_constants(x, width, inner, tile_rows),
     )
 
 
@@ -405,10 +412,10 @@ def multiply_down_w8a8(
     tile_rows: int,
     tiles: torch.Tensor,
     pairs: torch.Tensor,
-    partial: torch.Tensor,
+    results: torch.Tensor,
 ) -> None:
-    """Write `partial` [1, M * slots, N] of `hidden`, pairs in their own order."""
-    width, inner = partial.shape[2], hidden.shape[1]
+    """Write `results` [M * slots, N] of `hidden`, pairs in their own order."""
+    width, inner = results.shape[1], hidden.shape[1]
     down_w8a8_kernel[(width // 128, tiles.shape[1])](
         hidden,
         hidden_scale,
@@ -416,9 +423,9 @@ def multiply_down_w8a8(
         scale,
         tiles,
         pairs,
-        partial,
+        results,
         tiles.shape[1],
-        **w8a8_constants(width, inner, tile_rows),
+        **w8a8_constants(hidden, width, inner, tile_rows),
     )
 
 
@@ -426,7 +433,7 @@ def launch_moe_hidden(args: Any) -> torch.Tensor:
     x, ids, (experts, both, _) = args.x, args.ids, args.gate_up.shape
     hidden = torch.empty((ids.numel(), both // 2), dtype=x.dtype, device=x.device)
     if ids.numel():
-        config = configuration(x.dtype, args.gate_up_scale is not None, True)
+        config = configuration_of(x, ids, experts, args.gate_up_scale, args.prefill)
         table = plan(ids, experts, config.tile_rows)
         multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, *table, hidden, ids.shape[1])
     return hidden
@@ -436,11 +443,11 @@ def launch_moe_sums(args: Any) -> torch.Tensor:
     hidden, ids, (experts, width, _) = args.hidden, args.ids, args.down.shape
     out = torch.empty((ids.shape[0], width), dtype=hidden.dtype, device=hidden.device)
     if ids.numel():
-        config = configuration(hidden.dtype, args.down_scale is not None, True)
+        config = configuration_of(hidden, ids, experts, args.down_scale, args.prefill)
         table = plan(ids, experts, config.tile_rows)
-        partial = torch.empty((1, ids.numel(), width), dtype=torch.float32, device=hidden.device)
-        multiply_down(config, hidden, args.down, args.down_scale, *table, partial)
-        combine(partial, args.weights, out)
+        results = torch.empty((ids.numel(), width), dtype=torch.float32, device=hidden.device)
+        multiply_down(config, hidden, args.down, args.down_scale, *table, results)
+        sum_slots(results, args.weights, out)
     return out
 
 
@@ -466,7 +473,7 @@ def launch_moe_sums_w8a8(args: Any) -> torch.Tensor:
     if ids.numel():
         tile_rows = w8a8_tile_rows(ids.numel(), experts)
         table = (tile_rows, *plan(ids, experts, tile_rows))
-        partial = torch.empty((1, ids.numel(), width), dtype=torch.float32, device=hidden.device)
-        multiply_down_w8a8(hidden, args.hidden_scale, args.down, args.down_scale, *table, partial)
-        combine(partial, args.weights, out)
+        results = torch.empty((ids.numel(), width), dtype=torch.float32, device=hidden.device)
+        multiply_down_w8a8(hidden, args.hidden_scale, args.down, args.down_scale, *table, results)
+        sum_slots(results, args.weights, out)
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantize, quantized_values
-from compiled_mtp.ops.k_splits import count_cpu_k_splits, count_k_splits
+from compiled_mtp.ops.moe_experts.halves import fences
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I32, Remedy
@@ -25,9 +25,6 @@ def _experts_fit(
     down: Tensor,
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
-    prefill: bool,
-    whole_width: int,
-    I: int,  # noqa: E741 - the name in the annotations
 ) -> None:
     if (gate_up_scale is None) != (down_scale is None):
         raise fail("down_scale", "be given with gate_up_scale", down_scale, "pass both or neither")
@@ -35,20 +32,14 @@ def _experts_fit(
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if weight.dtype != dtype:
             raise wrong_dtype(name, weight, (dtype,))
-    if whole_width > I and prefill and down.is_cuda:
-        remedy = "its experts are whole there: pass them so"
-        raise fail("whole_width", "be 0 for a prompt's rows on a GPU", whole_width, remedy)
-    count = count_k_splits if down.is_cuda else count_cpu_k_splits
-    if whole_width and I * count(whole_width) % whole_width:
-        rule = f"be the width of experts of which {I} are whole shares"
-        raise fail("whole_width", rule, whole_width, "pass the width of the experts that were cut, or 0")
 
 
-def _sum(x: Tensor, whole_width: int, M: int, H: int, I: int) -> Tensor:  # noqa: E741
-    return x.new_empty((M, H), dtype=torch.float32 if whole_width > I else x.dtype)
-
-
-@operator(check=_experts_fit, fake=_sum, has_cpu_route=True)
+@operator(
+    launches=fences("plan_kernel", "gate_up_kernel", "down_kernel", "sum_slots_kernel"),
+    check=_experts_fit,
+    fake=lambda x: x.new_empty(x.shape),
+    has_cpu_route=True,
+)
 def moe_experts(
     x: Annotated[Tensor, "M H", ACTIVATION],
     weights: Annotated[Tensor, "M slots", F32, CONTIGUOUS, Remedy("pass the weights of moe_router")],
@@ -58,7 +49,6 @@ def moe_experts(
     gate_up_scale: Annotated[Tensor, "E (2*I+127)//128 (H+127)//128", F32, CONTIGUOUS, _SCALE] | None = None,
     down_scale: Annotated[Tensor, "E (H+127)//128 (I+127)//128", F32, CONTIGUOUS, _SCALE] | None = None,
     prefill: bool = False,
-    whole_width: int = 0,
 ) -> Annotated[Tensor, "M H", ACTIVATION]:
     """Sum over a row's slots, in slot order, of weight * down_e(silu(gate_e x) * up_e x).
 
@@ -68,11 +58,7 @@ def moe_experts(
     `gate_up_scale` [E+1, ceil(2*MI/128), ceil(H/128)], `down_scale` [E+1, ceil(H/128), ceil(MI/128)].
     Returns [M, H] in x's dtype, summed in float32 with one rounding; the hidden activation is rounded to x's
     dtype. The bits of a row depend on that row, the weights and `prefill` alone: with it the rows are a
-    prompt's, for which a GPU has tiles that are faster with many rows. whole_width: MI of the experts of
-    which gate_up and down hold some neighbouring rows and columns, 0 if they are whole: the result is then a
-    part of each sum, float32, to be added by the norm as `linear_partials` has it. For that MI is cut into
-    equal splits, each is summed over a row's slots, and those sums are added as a tree; on a GPU not for a
-    prompt.
+    prompt's, for which a GPU has tiles that are faster with many rows.
     """
 
     def multiply(row: Tensor, stack: Tensor, scale: Tensor | None, expert: int) -> Tensor:
@@ -85,7 +71,7 @@ def moe_experts(
             gate, up = multiply(x[row], gate_up, gate_up_scale, expert).chunk(2)
             hidden = (silu(gate) * up).to(x.dtype)
             total[row] += weights[row, slot] * multiply(hidden, down, down_scale, expert)
-    return total if whole_width > down.shape[2] else total.to(x.dtype)
+    return total.to(x.dtype)
 
 
 def _groups_fit(
@@ -110,7 +96,12 @@ def _result(x: Tensor, out_float32: bool) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32 if out_float32 else torch.bfloat16)
 
 
-@operator(check=_groups_fit, fake=_result, has_cpu_route=True)
+@operator(
+    launches=fences("plan_kernel", "gate_up_w8a8_kernel", "down_w8a8_kernel", "sum_slots_kernel"),
+    check=_groups_fit,
+    fake=_result,
+    has_cpu_route=True,
+)
 def moe_experts_w8a8(
     x: Annotated[Tensor, "M H", FP8, Remedy("pass what quantize_rows gives")],
     x_scale: Annotated[Tensor, "M H//128", F32, Remedy("pass quantize_rows' factors")],

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.int4 import GROUPS, ROWS, UNIT, dequantize
-from compiled_mtp.ops.k_splits import count_k_splits
-from compiled_mtp.ops.moe_experts.halves import Ids, Weights, sorted_pairs
+from compiled_mtp.ops.moe_experts.halves import Ids, Weights, fences, sorted_pairs
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
-from compiled_mtp.ops.signature import CONTIGUOUS, F32, Remedy
+from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
 
 BF16, I16 = torch.bfloat16, torch.int16
 _STACK = Remedy("stack what ops.int4.pack gives for each expert")
@@ -22,6 +21,7 @@ _GROUPS = Remedy("stack what ops.int4.pack_groups gives for each expert")
 _SHARED = Remedy("pass the shared expert's weights in bfloat16, or None if the stacks hold it")
 _HIDDEN = Remedy("pass what the first product of these ids gives")
 Scales = (torch.float16, BF16)
+PRODUCTS = ("gate_up_codes_kernel", "down_codes_kernel")
 
 
 def _fits(name: str, columns: int, groups: int) -> None:
@@ -33,11 +33,8 @@ def _fits(name: str, columns: int, groups: int) -> None:
 
 
 def _experts_fit(
-    down: Tensor,
     shared_gate_up: Tensor | None,
     shared_down: Tensor | None,
-    prefill: bool,
-    whole_width: int,
     H: int,
     J: int,
     G: int,
@@ -47,19 +44,13 @@ def _experts_fit(
     _fits("down", 4 * J, D)
     if (shared_gate_up is None) != (shared_down is None):
         raise fail("shared_down", "be given with shared_gate_up", shared_down, "pass both or neither")
-    if whole_width > 4 * J and prefill and down.is_cuda:
-        remedy = "its experts are whole there: pass them so"
-        raise fail("whole_width", "be 0 for a prompt's rows on a GPU", whole_width, remedy)
-    if whole_width and 4 * J * count_k_splits(whole_width) % whole_width:
-        rule = f"be the width of experts of which {4 * J} are whole K splits"
-        raise fail("whole_width", rule, whole_width, "pass the width of the experts that were cut, or 0")
 
 
-def _sum(x: Tensor, whole_width: int, J: int) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32 if whole_width > 4 * J else x.dtype)
-
-
-@operator(check=_experts_fit, fake=_sum)
+@operator(
+    launches=fences("plan_kernel", *PRODUCTS, "sum_slots_kernel"),
+    check=_experts_fit,
+    fake=lambda x: x.new_empty(x.shape),
+)
 def moe_experts_w4a16(
     x: Annotated[Tensor, "M H", BF16],
     weights: Weights,
@@ -70,23 +61,19 @@ def moe_experts_w4a16(
     down_scale: Annotated[Tensor, "E D H 2", Scales, CONTIGUOUS, _GROUPS],
     shared_gate_up: Annotated[Tensor, "8*J H", BF16, CONTIGUOUS, _SHARED] | None = None,
     shared_down: Annotated[Tensor, "H 4*J", BF16, CONTIGUOUS, _SHARED] | None = None,
-    prefill: bool = False,
-    whole_width: int = 0,
-) -> Annotated[Tensor, "M H", (BF16, F32)]:
+) -> Annotated[Tensor, "M H", BF16]:
     """`moe_experts` with four-bit weights, each product as `linear_w4a16` has it.
 
-    x [M, H] bfloat16 (row stride free), weights, ids, prefill and whole_width as there. gate_up: words
+    x [M, H] bfloat16 (row stride free), weights and ids as there. gate_up: words
     [E, 2*MI, H / 4] int16 (gate rows first) and gate_up_scale: groups [E, H / group, 2*MI, 2], down: words
     [E, H, MI / 4] and down_scale: groups [E, MI / group, H, 2], as ops.int4 packs them expert by expert.
     shared_gate_up [2*MI, H] and shared_down [H, MI]: the shared expert in bfloat16, whose id is then E; if
-    they are None, the stacks hold it last. Returns [M, H] bfloat16, summed in float32 with one rounding, or a
-    part of each sum in float32 for a whole_width beyond MI; the hidden activation is rounded to bfloat16. The
-    bits of a row depend on that row, the weights and `prefill` alone.
+    they are None, the stacks hold it last. Returns [M, H] bfloat16, summed in float32 with one rounding; the
+    hidden activation is rounded to bfloat16. The bits of a row depend on that row and the weights alone.
     """
 
     hidden = _multiply_gate_up(x, ids, gate_up, gate_up_scale, shared_gate_up)
-    total = _multiply_down(hidden, weights, ids, down, down_scale, shared_down)
-    return total if whole_width > 4 * down.shape[2] else total.to(x.dtype)
+    return _multiply_down(hidden, weights, ids, down, down_scale, shared_down).to(x.dtype)
 
 
 def _hidden_fits(H: int, both: int, G: int) -> None:
@@ -109,7 +96,7 @@ def _sums(hidden: Tensor, ids: Tensor, down: Tensor) -> Tensor:
     return hidden.new_empty((ids.shape[0], down.shape[1]))
 
 
-@operator(check=_hidden_fits, fake=_hidden)
+@operator(launches=fences("plan_kernel", PRODUCTS[0]), check=_hidden_fits, fake=_hidden)
 def moe_hidden_w4a16(
     x: Annotated[Tensor, "M H", BF16],
     ids: Ids,
@@ -117,7 +104,7 @@ def moe_hidden_w4a16(
     gate_up_scale: Annotated[Tensor, "E G both 2", Scales, CONTIGUOUS, _GROUPS],
     shared_gate_up: Annotated[Tensor, "both H", BF16, CONTIGUOUS, _SHARED] | None = None,
 ) -> Annotated[Tensor, "_ I", BF16]:
-    """silu(gate_e x) * up_e x of a prompt's rows: the first product of `moe_experts_w4a16`, to the bit.
+    """silu(gate_e x) * up_e x: the first product of `moe_experts_w4a16`, to the bit.
 
     Arguments as there; gate_up may hold the gate's and the up's rows of some of the hidden columns, in whole
     units of 128. Returns [M * slots, I] bfloat16: a row for each pair, sorted as by `moe_hidden`.
@@ -126,7 +113,7 @@ def moe_hidden_w4a16(
     return _multiply_gate_up(x, ids, gate_up, gate_up_scale, shared_gate_up).flatten(0, 1)[pairs]
 
 
-@operator(check=_sums_fit, fake=_sums)
+@operator(launches=fences("plan_kernel", PRODUCTS[1], "sum_slots_kernel"), check=_sums_fit, fake=_sums)
 def moe_sums_w4a16(
     hidden: Annotated[Tensor, "pairs I", BF16, CONTIGUOUS, _HIDDEN],
     weights: Weights,
@@ -135,7 +122,7 @@ def moe_sums_w4a16(
     down_scale: Annotated[Tensor, "E D N 2", Scales, CONTIGUOUS, _GROUPS],
     shared_down: Annotated[Tensor, "N I", BF16, CONTIGUOUS, _SHARED] | None = None,
 ) -> Annotated[Tensor, "M N", BF16]:
-    """The weighted sums of a prompt's hidden values: the second product of `moe_experts_w4a16`, to the bit.
+    """The weighted sums of hidden values: the second product of `moe_experts_w4a16`, to the bit.
 
     hidden [M * slots, I]: what `moe_hidden_w4a16` gives for these ids, all of its columns. down may hold some
     rows of every expert, in whole blocks of 16. Returns [M, N] bfloat16.

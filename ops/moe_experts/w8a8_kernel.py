@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.fp8_triton import quantize_groups
 from compiled_mtp.ops.moe_experts.tiles import read_tile
@@ -40,8 +41,12 @@ def gate_up_w8a8_kernel(
     INNER: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
     BM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """hidden[sorted pair, 128 inner columns] = silu(gate x) * up x for one tile of pairs, quantised."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -82,13 +87,17 @@ def down_w8a8_kernel(
     scale,
     tiles,
     pairs,
-    partial,
+    results,
     num_tiles,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     BM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """partial[pair, 128 columns] = down hidden for one tile of pairs, in float32."""
+    """results[pair, 128 columns] = down hidden for one tile of pairs, in float32."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
     if expert < 0:
         return
@@ -109,5 +118,5 @@ def down_w8a8_kernel(
         value_scale = tl.load(hidden_scale_at + block)
         weight = tl.load(weight_at + block * 128)
         total = scaled_product(total, weight, values, tl.load(scale_at + block), value_scale)
-    to = partial + (pair * WIDTH)[None, :] + (group * 128 + in_group)[:, None]
+    to = results + (pair * WIDTH)[None, :] + (group * 128 + in_group)[:, None]
     tl.store(to, total, mask=is_row[None, :])

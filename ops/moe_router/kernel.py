@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_mtp.ops.device import device_of
 
 OPTIONS = {"enable_fp_fusion": False}
 
@@ -24,7 +27,12 @@ def moe_router_kernel(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """The choices of one row, in descending order, and the shared expert behind them."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
@@ -87,6 +95,7 @@ def run(
     weights = torch.empty((rows, top_k + 1), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, top_k + 1), dtype=torch.int32, device=logits.device)
     if rows:
+        has_pdl = device_of(logits.device.index).has_dependent_launch
         moe_router_kernel[(rows,)](
             logits,
             weights,
@@ -99,7 +108,9 @@ def run(
             TOP_K=top_k,
             SLOTS=slots,
             RENORMALIZE=renormalize,
+            PDL=has_pdl,
             num_warps=1,
+            launch_pdl=has_pdl,
             **OPTIONS,
         )
     return weights, ids

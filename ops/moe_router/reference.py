@@ -10,8 +10,10 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.numerics import sigmoid
-from compiled_mtp.ops.registry import operator
+from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, F32, I32, I64, Remedy
+
+LAUNCHES = (Launch("moe_router_kernel", is_fence=True),)
 
 
 def _are_experts(columns: int, top_k: int) -> None:
@@ -19,7 +21,7 @@ def _are_experts(columns: int, top_k: int) -> None:
         raise fail("top_k", f"be in 1..{columns - 1}", top_k, "pass num_experts_per_tok")
 
 
-@operator(check=_are_experts)
+@operator(launches=LAUNCHES, check=_are_experts)
 def moe_router(
     logits: Annotated[Tensor, "M columns", F32], top_k: int, renormalize: bool
 ) -> tuple[Annotated[Tensor, "M top_k+1", F32], Annotated[Tensor, "M top_k+1", I32]]:
@@ -50,7 +52,7 @@ def _holds_choices(columns: int, top_k: int, width: int) -> None:
         raise fail("record", f"hold {top_k} ids a token in each block", width, "pass KVCache's")
 
 
-@operator(mutates=("record",), check=_holds_choices)
+@operator(mutates=("record",), launches=LAUNCHES, check=_holds_choices)
 def recorded_router(
     logits: Annotated[Tensor, "M columns", F32],
     top_k: int,

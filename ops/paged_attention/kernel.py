@@ -18,20 +18,19 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_mtp.ops.counters import zero_counters
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.paged_attention.attend_kernel import attend_range
 from compiled_mtp.ops.paged_attention.reference import MAX_VERIFY_WINDOW
 from compiled_mtp.ops.paged_attention.splits import (
-    GROUP_SPLITS,
-    GROUPED_ITEMS,
-    MOST_PROGRAMS,
-    SPLIT_SIZES,
+    PREFIX_PROGRAMS,
+    PREFIXED_ITEMS,
     count_partials,
     count_splits,
 )
 from compiled_mtp.ops.paged_attention.verify_kernel import (
-    FIRST_GROUPS,
-    NEXT_GROUPS,
+    PREFIX_LOADS,
+    SPLIT_LOADS,
     combine_kernel,
     verify_kernel,
 )
@@ -169,13 +168,14 @@ class Configuration(NamedTuple):
     tail_stages: int = 1
 
 
-def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int) -> Configuration:
+def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int, group_rows: int) -> Configuration:
+    """Return the verify configuration; group_rows: rows of a kv head, which decide BM and change no bit."""
     if dtype == torch.float32:
         return Configuration(16, 16, 4, 1, 4)
     tail_stages = 1 if has_scale else 2
     if hd == 256:
         # A tile of 64 rows would leave no room for a copy that is on its way while another is computed.
-        return Configuration(32, 32, 4, 3, 2, tail_stages)
+        return Configuration(16 if group_rows <= 16 else 32, 32, 4, 3, 2, tail_stages)
     return Configuration(64, 64, 4, 2, 4, tail_stages)
 
 
@@ -221,7 +221,7 @@ def launch(args: Any) -> torch.Tensor:
     hkv, block_size = kv.shape[2], kv.shape[3]
     scales, scale_strides = (kv, (0, 0, 0)) if kv_scale is None else (kv_scale, kv_scale.stride()[:3])
     if is_verify:
-        config = verify_configuration(q.dtype, kv_scale is not None, hd)
+        config = verify_configuration(q.dtype, kv_scale is not None, hd, query_len * hq // hkv)
     else:
         is_wide = hq * triton.cdiv(rows, 128) >= WIDE_PROGRAMS
         config = prefill_configuration(q.dtype, is_wide, hd, device.shared_bytes)
@@ -242,32 +242,31 @@ def launch(args: Any) -> torch.Tensor:
     has_pdl = device.has_dependent_launch
     num_splits = count_splits(max_blocks * block_size)
     row_tiles = triton.cdiv(query_len * (hq // hkv), config.BM)
-    programs = min(processors * config.programs_per_sm, num_requests * num_splits * row_tiles * hkv)
-    assert programs <= MOST_PROGRAMS, f"{programs} programs"
-    has_groups = num_requests * hkv * row_tiles >= GROUPED_ITEMS
-    most_requests = max(32, triton.next_power_of_2(num_requests))
-    # [request and partial, kv head, row of the kv head]: with groups the partials of a request begin where
-    # those of the one before it end, at `first_partials`, else at a multiple of num_splits.
-    is_dense = has_groups and first_key < SPLIT_SIZES[0][1]
-    partials = count_partials(num_requests, max_blocks * block_size, hkv, is_dense) * query_len * hq
-    first_partials = block_table.new_empty((num_requests,))
+    programs = processors * config.programs_per_sm
+    has_prefix = num_requests * hkv >= PREFIXED_ITEMS
+    most = PREFIX_PROGRAMS if has_prefix else num_requests * num_splits * row_tiles * hkv
+    programs = min(programs, most)
+    # [partial, kv head, row of the kv head]: with prefixes the partials of each request's prefix, then the
+    # others one request after another; else num_splits partials a request.
+    partials = count_partials(num_requests, max_blocks * block_size, hkv) * query_len * hq
+    places = block_table.new_empty((num_requests + 1,))
     part_sum = torch.empty((partials, hd), dtype=torch.float32, device=q.device)
     part_largest, part_total = torch.empty((2, partials), dtype=torch.float32, device=q.device).unbind()
     verify_kernel[(programs,)](
-        q, kv, scales, block_table, positions, part_sum, part_largest, part_total, first_partials,
-        *q.stride()[:2],
+        q, gate, kv, scales, block_table, positions, out, part_sum, part_largest, part_total, places,
+        zero_counters(q.device), *q.stride()[:2], *gate.stride()[:2],
         *strides, num_requests, query_len, max_blocks, num_splits, first_key, scale_log2,
-        MAX_REQUESTS=most_requests, MAX_WINDOW=MAX_VERIFY_WINDOW, GROUP_SPLITS=GROUP_SPLITS,
-        HAS_GROUPS=has_groups, BLOCK_SIZE=block_size, TAIL_STAGES=config.tail_stages, PDL=has_pdl,
-        launch_pdl=has_pdl, **tiles, **FUSION,
+        MAX_REQUESTS=max(32, triton.next_power_of_2(num_requests)), MAX_WINDOW=MAX_VERIFY_WINDOW,
+        HAS_PREFIX=has_prefix, BLOCK_SIZE=block_size, TAIL_STAGES=config.tail_stages,
+        PDL=has_pdl, launch_pdl=has_pdl, **tiles, **FUSION,
     )  # fmt: skip
     width = min(hd, 64)
-    combine_kernel[(rows * hq, hd // width)](
-        part_sum, part_largest, part_total, first_partials, gate, positions, out, *gate.stride()[:2],
-        num_requests,
-        query_len, num_splits, max_blocks * block_size, first_key, programs, HKV=hkv, GROUP=hq // hkv,
-        HD=hd, BD=width, MAX_REQUESTS=most_requests, GROUP_SPLITS=GROUP_SPLITS, HAS_GROUPS=has_groups,
-        FIRST_GROUPS=FIRST_GROUPS, NEXT_GROUPS=NEXT_GROUPS, PDL=has_pdl, launch_pdl=has_pdl,
-        num_warps=COMBINE_WARPS, **FUSION,
+    # Most programs find nothing to do with prefixes: there are fewer of them.
+    chunks = hd // width if has_prefix else 1
+    combine_kernel[(rows * hq, hd // width // chunks)](
+        part_sum, part_largest, part_total, places, gate, positions, out, *gate.stride()[:2], num_requests,
+        query_len, num_splits, max_blocks * block_size, first_key, HKV=hkv, GROUP=hq // hkv, HD=hd, BD=width,
+        CHUNKS=chunks, HAS_PREFIX=has_prefix, LOADS=PREFIX_LOADS if has_prefix else SPLIT_LOADS, PDL=has_pdl,
+        launch_pdl=has_pdl, num_warps=COMBINE_WARPS, **FUSION,
     )  # fmt: skip
     return out

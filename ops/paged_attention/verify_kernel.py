@@ -1,8 +1,8 @@
 """The verify route: attend to splits of the keys, cut at absolute positions, then combine their partials.
 
-GROUP_SPLITS splits form a group, whose sums are folded in split order: in the registers of one program if the
-groups keep the GPU busy, else when the partials are combined. Both give the same bits. For few requests the
-kernels are compiled without groups (HAS_GROUPS), which is faster at long contexts.
+A row folds its splits in order. With few requests every split is an item of its own, and `combine_kernel`
+folds them. With many, an item is all splits of a request up to the same one for all requests, which its
+program folds in registers; only longer requests have more items (HAS_PREFIX). Both give the same bits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ UNSPECIALIZED = (
     "max_blocks",
     "first_key",
     "table_stride",
-    "num_programs",
     "num_requests",
     "num_splits",
     "num_keys",
 )
-# Groups of splits that combine_kernel loads first, however many there are, and then per step.
-FIRST_GROUPS = 4
-NEXT_GROUPS = 8
+# Partials that combine_kernel loads at a time: splits, and what follows a prefix.
+SPLIT_LOADS = 16
+PREFIX_LOADS = 4
 
 
 @triton.jit
@@ -38,6 +37,13 @@ def split_of(key):
 
 
 @triton.jit
+def ends_split(key):
+    """Return whether a split ends before a key (SPLIT_SIZES in splits.py)."""
+    size = tl.where(key <= 4096, 128, tl.where(key <= 32768, 256, 512))
+    return key % tl.where(key <= 1024, 64, size) == 0
+
+
+@triton.jit
 def split_begin(split):
     """Return the first key of a split."""
     key = tl.where(split < 40, 1024 + (split - 16) * 128, 4096 + (split - 40) * 256)
@@ -46,40 +52,35 @@ def split_begin(split):
 
 
 @triton.jit
-def splits_an_item(
-    positions, num_requests, query_len, last_key, first_key, num_programs,
-    HKV: tl.constexpr, MAX_REQUESTS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Return GROUP_SPLITS if items of a whole group keep all programs busy, else 1; no bit depends on it.
+def find_prefix(last, first_key, num_items, num_programs, heads):
+    """Return the end of the splits that an item takes together; no bit depends on it.
 
-    Both kernels call this with the same positions, so that they agree.
+    last: each request's last key, below first_key without any; `heads` items per request take its keys. A
+    prefix is whole requests if none of them is much longer than a program's share of all keys.
     """
-    request = tl.arange(0, MAX_REQUESTS)
-    at = positions + request * query_len + query_len - 1
-    last = tl.load(at, mask=request < num_requests, other=-1).to(tl.int32)
-    last = tl.minimum(last, last_key)
-    # Groups are used while the longest item has at most twice the keys that each program has to read.
-    num_keys = tl.sum(tl.where(last >= first_key, last + 1 - first_key, 0), 0)
-    longest = tl.maximum(tl.max(last, 0), 0)
-    group = split_of(longest) // GROUP_SPLITS * GROUP_SPLITS
-    most_keys = tl.minimum(split_begin(group + GROUP_SPLITS) - split_begin(group), longest + 1)
-    return tl.where(2 * HKV * num_keys >= num_programs * most_keys, GROUP_SPLITS, 1)
+    begin = split_begin(split_of(first_key))
+    keys = tl.where(last >= first_key, last + 1 - begin, 0)
+    share = (tl.sum(keys.to(tl.int64), 0) * heads // num_programs).to(tl.int32)
+    longest = tl.max(keys, 0)
+    # Up to half as many items as programs have a processor each, which is then twice as fast.
+    busy = tl.where(2 * num_items <= num_programs, longest // 2, longest)
+    # Items of several turns must be short, or the last one would keep all programs waiting.
+    most = tl.where(num_items <= num_programs, share, share // 2)
+    cut = tl.maximum(split_of(begin + most), split_of(first_key) + 1)
+    return tl.where(4 * busy <= 5 * share, split_of(begin + longest) + 1, cut)
 
 
 @triton.jit
-def find_item(turn, ends, counts, requests, row_tiles, first_unit, HKV: tl.constexpr):
-    """Return request, partial, kv head, row tile and unit of the item that this program takes in a turn.
-
-    Units count the partials of all requests, one request after another.
-    """
+def find_item(turn, ends, counts, requests, row_tiles, first_split, HKV: tl.constexpr):
+    """Return request, split, kv head and row tile of the item that this program takes in a turn."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    # Late partials are the longest: hand them out first, and reverse the order of programs every turn.
+    # Late splits are the longest: hand them out first, and reverse the order of programs every turn.
     item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
     unit = tl.max(ends, 0) - 1 - item // (row_tiles * HKV)
     request = tl.sum((ends <= unit).to(tl.int32), 0)
-    partial = unit - tl.sum(tl.where(requests < request, counts, 0), 0) + first_unit
-    return request, partial, item // row_tiles % HKV, item % row_tiles, unit
+    split = unit - tl.sum(tl.where(requests < request, counts, 0), 0) + first_split
+    return request, split, item // row_tiles % HKV, item % row_tiles
 
 
 @triton.jit
@@ -106,7 +107,6 @@ def attend_splits(
     table,
     begin,
     end,
-    split_size,
     seen_by_all,
     row_position,
     first_key,
@@ -128,7 +128,7 @@ def attend_splits(
 ):
     """Return sums, maxima and totals of BM rows over keys begin .. end - 1, folded split by split in order.
 
-    begin: the first key of a split of `split_size` keys. seen_by_all: every row sees the keys below it.
+    begin: the first key of a split. seen_by_all: every row sees the keys below it.
     """
     if HAS_SCALE and queries.dtype == tl.bfloat16:
         # float16 holds every e4m3 value. It converts two of them in one instruction, bfloat16 in four.
@@ -151,7 +151,7 @@ def attend_splits(
             max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
             scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, False, False,
         )  # fmt: skip
-        if ((i + 1) * BN) % split_size == 0:
+        if ends_split(begin + (i + 1) * BN):
             sums, sums_total, sums_largest = fold_partial(sums, sums_total, sums_largest, acc, total, largest)
             acc = tl.zeros((BM, HD), tl.float32)
             largest = tl.full((BM,), -float("inf"), tl.float32)
@@ -163,7 +163,7 @@ def attend_splits(
             max_blocks, block_size, block_stride, half_stride, token_stride, scale_block_stride,
             scale_half_stride, scale_log2, HD, BN, IN_ONE_BLOCK, HAS_SCALE, True, LOAD_FIRST,
         )  # fmt: skip
-        if ((i + 1) * BN) % split_size == 0:
+        if ends_split(begin + (i + 1) * BN):
             sums, sums_total, sums_largest = fold_partial(sums, sums_total, sums_largest, acc, total, largest)
             acc = tl.zeros((BM, HD), tl.float32)
             largest = tl.full((BM,), -float("inf"), tl.float32)
@@ -173,19 +173,102 @@ def attend_splits(
     return sums, sums_largest, sums_total
 
 
+@triton.jit
+def attend_item(
+    q, kv, kv_scale, block_table, positions, request, split, split_end, kv_head, row_tile,
+    q_row_stride, q_head_stride, block_stride, half_stride, head_stride, token_stride, scale_block_stride,
+    scale_half_stride, scale_head_stride, table_stride, query_len, max_blocks, first_key, scale_log2,
+    GROUP: tl.constexpr, HD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MAX_WINDOW: tl.constexpr,
+    HAS_PREFIX: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALE: tl.constexpr, TAIL_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return sums, maxima and totals of BM rows over a request's splits split .. split_end - 1."""
+    step = tl.arange(0, MAX_WINDOW)
+    at = positions + request.to(tl.int64) * query_len + step
+    position = tl.load(at, mask=step < query_len, other=-1).to(tl.int32)
+    end = tl.minimum(tl.max(position, 0), max_blocks * BLOCK_SIZE - 1) + 1
+    end = tl.minimum(end, split_begin(split_end))
+    seen_by_all = tl.min(tl.where(step < query_len, position, 2147483646), 0) + 1
+    row = row_tile * BM + tl.arange(0, BM)
+    token = row // GROUP
+    is_row = token < query_len
+    token = request.to(tl.int64) * query_len + token
+    head = kv_head * GROUP + row % GROUP
+    at = token * q_row_stride + head * q_head_stride
+    queries = tl.load(q + at[:, None] + tl.arange(0, HD)[None, :], mask=is_row[:, None], other=0.0)
+    row_position = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
+    cache = kv + kv_head.to(tl.int64) * head_stride
+    scales = kv_scale + kv_head.to(tl.int64) * scale_head_stride
+    table = block_table + request.to(tl.int64) * table_stride
+    begin = split_begin(split)
+    if HAS_PREFIX:
+        sums, largest, total = attend_splits(
+            queries, cache, scales, table, begin, end, seen_by_all, row_position, first_key, max_blocks,
+            BLOCK_SIZE, block_stride, half_stride, token_stride, scale_block_stride, scale_half_stride,
+            scale_log2, BM, HD, BN, BLOCK_SIZE % BN == 0, HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
+        )  # fmt: skip
+    else:
+        sums, largest, total = attend_range(
+            queries, cache, scales, table, begin, end, seen_by_all, row_position, first_key, max_blocks,
+            BLOCK_SIZE, block_stride, half_stride, token_stride, scale_block_stride, scale_half_stride,
+            scale_log2, BM, HD, BN, BLOCK_SIZE % BN == 0, HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
+        )  # fmt: skip
+    return sums, largest, total
+
+
+@triton.jit
+def store_partial(
+    part_sum, part_largest, part_total, sums, largest, total, place, kv_head, row_tile, query_len,
+    HKV: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Store an item's results as partial `place`."""
+    # Rows of an item are contiguous: one address and constant offsets.
+    at = (place * HKV + kv_head) * query_len * GROUP + row_tile * BM
+    row = tl.arange(0, BM)
+    is_row = row < query_len * GROUP - row_tile * BM
+    at_sum = part_sum + at * HD + row[:, None] * HD + tl.arange(0, HD)[None, :]
+    tl.store(at_sum, sums, mask=is_row[:, None])
+    tl.store(part_largest + at + row, largest, mask=is_row)
+    tl.store(part_total + at + row, total, mask=is_row)
+
+
+@triton.jit
+def store_result(
+    gate, out, sums, total, request, kv_head, row_tile, gate_row_stride, gate_head_stride, query_len,
+    HKV: tl.constexpr, GROUP: tl.constexpr, HD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Store the results of an item that holds all keys, as `combine_kernel` does."""
+    row = row_tile * BM + tl.arange(0, BM)
+    token = row // GROUP
+    is_row = token < query_len
+    token = request.to(tl.int64) * query_len + token
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, HD)
+    at = gate + (token * gate_row_stride + head * gate_head_stride)[:, None] + dim[None, :]
+    g = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
+    value = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    value = value * (1.0 / (1.0 + tl.exp(-g)))
+    at = out + ((token * (HKV * GROUP) + head) * HD)[:, None] + dim[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def verify_kernel(
     q,
+    gate,
     kv,
     kv_scale,
     block_table,
     positions,
+    out,
     part_sum,
     part_largest,
     part_total,
-    first_partials,
+    places,
+    counter,
     q_row_stride,
     q_head_stride,
+    gate_row_stride,
+    gate_head_stride,
     block_stride,
     half_stride,
     head_stride,
@@ -207,8 +290,7 @@ def verify_kernel(
     BN: tl.constexpr,
     MAX_REQUESTS: tl.constexpr,
     MAX_WINDOW: tl.constexpr,
-    GROUP_SPLITS: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
@@ -216,7 +298,11 @@ def verify_kernel(
 ):
     """Attend to items (request, partial, kv head, BM rows); a program takes one item per turn.
 
-    A partial covers one split of the keys or, with HAS_GROUPS and enough items, a group of splits.
+    A partial covers one split of the keys or, with HAS_PREFIX, a request's first splits. A request whose keys
+    are one prefix gets its results here, gate included.
+
+    places: with HAS_PREFIX, where the partials of a request after its prefix begin, -1 for a request that has
+    its results; then the prefix's end. counter: zero, and zero again after the launch.
     """
     # The items follow from the positions: find them while earlier kernels still write the queries.
     if PDL:
@@ -225,165 +311,119 @@ def verify_kernel(
     is_request = requests < num_requests
     # One vector per window row, not one tile: a vector lies in one warp, so its sums need no other warp.
     last = tl.full((MAX_REQUESTS,), -1, tl.int32)
-    lowest = tl.full((MAX_REQUESTS,), 2147483646, tl.int32)
     for step in tl.static_range(MAX_WINDOW):
         is_step = is_request & (tl.zeros_like(requests) + step < query_len)
         position = tl.load(positions + requests * query_len + step, mask=is_step, other=-1).to(tl.int32)
         last = tl.maximum(last, position)
-        lowest = tl.minimum(lowest, tl.where(is_step, position, 2147483646))
-    last_key = max_blocks * BLOCK_SIZE - 1
-    last = tl.minimum(last, last_key)
-    size = 1
-    if HAS_GROUPS:
-        size = splits_an_item(
-            positions, num_requests, query_len, last_key, first_key, tl.num_programs(0),
-            HKV, MAX_REQUESTS, GROUP_SPLITS,
-        )  # fmt: skip
+    last = tl.minimum(last, max_blocks * BLOCK_SIZE - 1)
     first_split = split_of(first_key)
-    first_partial = first_split // size
-    counts = tl.where(last >= first_key, split_of(last) // size + 1 - first_partial, 0)
-    ends = tl.cumsum(counts, 0)
+    counts = tl.where(last >= first_key, split_of(last) + 1 - first_split, 0)
     row_tiles = tl.cdiv(query_len * GROUP, BM)
-    num_items = tl.max(ends, 0) * row_tiles * HKV
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    turns = num_items // num_programs
-    last_place = tl.where(turns % 2 == 0, program, num_programs - 1 - program)
-    turns += (last_place < num_items % num_programs).to(tl.int32)
-    if PDL:
-        gdc_wait()
-    if HAS_GROUPS:
-        # A request's partial p lies at first_partials + p. Partials below the first key have room too.
-        first = ends - counts + first_partial * requests
+    if HAS_PREFIX:
+        heads = row_tiles * HKV
+        num_prefixes = num_requests * heads
+        prefix_end = find_prefix(last, first_key, num_prefixes, num_programs, heads)
+        # Partials after the prefix.
+        counts = tl.maximum(counts - (prefix_end - first_split), 0)
+        ends = tl.cumsum(counts, 0)
+        num_items = num_prefixes + tl.max(ends, 0) * heads
+        if PDL:
+            gdc_wait()
         is_first_program = tl.zeros_like(requests) + program == 0
-        tl.store(first_partials + requests, first, mask=is_request & is_first_program)
-    for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
-        request, partial, kv_head, row_tile, unit = find_item(
-            turn, ends, counts, requests, row_tiles, first_partial, HKV
-        )
-        is_request = requests == request
-        end = tl.sum(tl.where(is_request, last, 0), 0) + 1
-        seen_by_all = tl.sum(tl.where(is_request, lowest, 0), 0) + 1
-        # All splits of a group have the same size.
-        split = tl.maximum(partial * size, first_split)
-        begin = split_begin(split)
-        table = block_table + request.to(tl.int64) * table_stride
-        row = row_tile * BM + tl.arange(0, BM)
-        token = row // GROUP
-        is_row = token < query_len
-        token = request.to(tl.int64) * query_len + token
-        head = kv_head * GROUP + row % GROUP
-        dim = tl.arange(0, HD)
-        at = token * q_row_stride + head * q_head_stride
-        queries = tl.load(q + at[:, None] + dim[None, :], mask=is_row[:, None], other=0.0)
-        row_position = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
-        cache = kv + kv_head.to(tl.int64) * head_stride
-        scales = kv_scale + kv_head.to(tl.int64) * scale_head_stride
-        end = tl.minimum(end, split_begin((partial + 1) * size))
-        if HAS_GROUPS:
-            sums, largest, total = attend_splits(
-                queries, cache, scales, table, begin, end, split_begin(split + 1) - begin, seen_by_all,
-                row_position, first_key, max_blocks, BLOCK_SIZE, block_stride, half_stride, token_stride,
-                scale_block_stride, scale_half_stride, scale_log2, BM, HD, BN, BLOCK_SIZE % BN == 0,
-                HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
+        place = tl.where(counts > 0, num_requests + ends - counts, -1)
+        tl.store(places + requests, place, mask=is_request & is_first_program)
+        if program == 0:
+            tl.store(places + num_requests, prefix_end)
+        item = program
+        while item < num_items:
+            # Prefixes are the longest items: they come first.
+            unit = item // heads
+            is_prefix = unit < num_requests
+            request = tl.sum((ends <= unit - num_requests).to(tl.int32), 0)
+            request = tl.where(is_prefix, unit, request)
+            split = prefix_end + unit - num_requests - tl.sum(tl.where(requests < request, counts, 0), 0)
+            split = tl.where(is_prefix, first_split, split)
+            kv_head = item // row_tiles % HKV
+            row_tile = item % row_tiles
+            sums, largest, total = attend_item(
+                q, kv, kv_scale, block_table, positions, request, split,
+                tl.where(is_prefix, prefix_end, split + 1), kv_head, row_tile, q_row_stride, q_head_stride,
+                block_stride, half_stride, head_stride, token_stride, scale_block_stride, scale_half_stride,
+                scale_head_stride, table_stride, query_len, max_blocks, first_key, scale_log2,
+                GROUP, HD, BM, BN, MAX_WINDOW, HAS_PREFIX, BLOCK_SIZE, HAS_SCALE, TAIL_STAGES,
             )  # fmt: skip
-        else:
-            sums, largest, total = attend_range(
-                queries, cache, scales, table, begin, end, seen_by_all,
-                row_position, first_key, max_blocks, BLOCK_SIZE, block_stride, half_stride, token_stride,
-                scale_block_stride, scale_half_stride, scale_log2, BM, HD, BN, BLOCK_SIZE % BN == 0,
-                HAS_SCALE, TAIL_STAGES, TAIL_STAGES == 1,
+            if tl.sum(tl.where(requests == request, counts, 0), 0) == 0:
+                store_result(
+                    gate, out, sums, total, request, kv_head, row_tile, gate_row_stride, gate_head_stride,
+                    query_len, HKV, GROUP, HD, BM,
+                )  # fmt: skip
+            else:
+                store_partial(
+                    part_sum, part_largest, part_total, sums, largest, total, unit.to(tl.int64), kv_head,
+                    row_tile, query_len, HKV, GROUP, HD, BM,
+                )  # fmt: skip
+            # Lengths differ: a program takes its next item when it has finished one.
+            taken = tl.atomic_add(counter, 1, sem="relaxed")
+            if taken == num_items - 1:
+                # There are as many additions as items: this is the last one.
+                tl.store(counter, 0)
+            item = num_programs + taken
+    else:
+        ends = tl.cumsum(counts, 0)
+        num_items = tl.max(ends, 0) * row_tiles * HKV
+        turns = num_items // num_programs
+        last_place = tl.where(turns % 2 == 0, program, num_programs - 1 - program)
+        turns += (last_place < num_items % num_programs).to(tl.int32)
+        if PDL:
+            gdc_wait()
+        for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
+            request, split, kv_head, row_tile = find_item(
+                turn, ends, counts, requests, row_tiles, first_split, HKV
+            )
+            sums, largest, total = attend_item(
+                q, kv, kv_scale, block_table, positions, request, split, split + 1, kv_head, row_tile,
+                q_row_stride, q_head_stride, block_stride, half_stride, head_stride, token_stride,
+                scale_block_stride, scale_half_stride, scale_head_stride, table_stride, query_len, max_blocks,
+                first_key, scale_log2, GROUP, HD, BM, BN, MAX_WINDOW, HAS_PREFIX, BLOCK_SIZE, HAS_SCALE,
+                TAIL_STAGES,
             )  # fmt: skip
-        # Rows of an item are contiguous: one address and constant offsets.
-        place = request.to(tl.int64) * num_splits + partial
-        if HAS_GROUPS:
-            place = unit.to(tl.int64) + first_partial * (request + 1)
-        at = (place * HKV + kv_head) * query_len * GROUP + row_tile * BM
-        row = tl.arange(0, BM)
-        is_row = row < query_len * GROUP - row_tile * BM
-        tl.store(part_sum + at * HD + row[:, None] * HD + dim[None, :], sums, mask=is_row[:, None])
-        tl.store(part_largest + at + row, largest, mask=is_row)
-        tl.store(part_total + at + row, total, mask=is_row)
+            store_partial(
+                part_sum, part_largest, part_total, sums, largest, total,
+                request.to(tl.int64) * num_splits + split, kv_head, row_tile, query_len, HKV, GROUP, HD, BM,
+            )  # fmt: skip
 
 
 @triton.jit
-def load_partials(part_sum, part_largest, part_total, partial, step, index, last, dim, HD: tl.constexpr):
-    """Load sums, maxima and totals of the partials `index` of a row; an index beyond `last` loads `last`.
-
-    Masks would make the compiler wait for each load before it issues the next.
-    """
-    at = partial + tl.minimum(index, last) * step
-    sums = tl.load(part_sum + at[:, None] * HD + dim[None, :])
-    return sums, tl.load(part_largest + at), tl.load(part_total + at)
-
-
-@triton.jit
-def load_splits(
-    part_sum, part_largest, part_total, partial, step, start, last, dim,
-    HD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
+def load_partials(
+    part_sum, part_largest, part_total, first, following, step, start, last, dim,
+    HD: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Load the partials of groups start .. start + GROUPS - 1; tuple i holds split i of every group."""
+    """Load sums [1, BD], maxima and totals [1] of partials start .. start + COUNT - 1 of a row, as a tuple.
+
+    first, following: entries of partial 0 and of partial 1; the others lie `step` entries apart. A partial
+    beyond `last` loads `last`: masks would make the compiler wait for each load before it issues the next.
+    """
     loaded = ()
-    for index in tl.static_range(GROUP_SPLITS):
-        split = (start + tl.arange(0, GROUPS)) * GROUP_SPLITS + index
-        loaded += (load_partials(part_sum, part_largest, part_total, partial, step, split, last, dim, HD),)
+    one = tl.arange(0, 1)
+    for index in tl.static_range(COUNT):
+        partial = tl.minimum(start + index, last)
+        at = tl.where(partial == 0, first, following + (partial - 1) * step) + one
+        sums = tl.load(part_sum + at[:, None] * HD + dim[None, :])
+        loaded += ((sums, tl.load(part_largest + at), tl.load(part_total + at)),)
     return loaded
 
 
 @triton.jit
-def fold_splits(
-    loaded, start, begin, end, BD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr
-):
-    """Return sums [GROUPS, BD], totals and maxima of groups from the loaded splits in begin .. end - 1."""
-    sums = tl.zeros((GROUPS, BD), tl.float32)
-    total = tl.zeros((GROUPS,), tl.float32)
-    largest = tl.full((GROUPS,), -float("inf"), tl.float32)
-    for index in tl.static_range(GROUP_SPLITS):
-        split = (start + tl.arange(0, GROUPS)) * GROUP_SPLITS + index
-        split_largest = tl.where((split >= begin) & (split < end), loaded[index][1], -float("inf"))
-        sums, total, largest = fold_partial(
-            sums, total, largest, loaded[index][0], loaded[index][2], split_largest
+def fold_loaded(acc, denominator, largest, loaded, start, count, COUNT: tl.constexpr):
+    """Fold the loaded partials start .. start + COUNT - 1, of which `count` exist, in order."""
+    for index in tl.static_range(COUNT):
+        part_largest = tl.where(start + index < count, loaded[index][1], -float("inf"))
+        acc, denominator, largest = fold_partial(
+            acc, denominator, largest, loaded[index][0], loaded[index][2], part_largest
         )
-    return sums, total, largest
-
-
-@triton.jit
-def load_groups(
-    part_sum, part_largest, part_total, partial, step, size, start, begin, end, last, dim,
-    HD: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, GROUP_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Load sums [GROUPS, BD], totals and maxima of groups start .. start + GROUPS - 1 of a row.
-
-    size: splits per partial. Only splits begin .. end - 1 count.
-    """
-    if size == GROUP_SPLITS:
-        group = start + tl.arange(0, GROUPS)
-        sums, largest, total = load_partials(
-            part_sum, part_largest, part_total, partial, step, group, last, dim, HD
-        )
-        is_group = (group >= begin // GROUP_SPLITS) & (group * GROUP_SPLITS < end)
-        largest = tl.where(is_group, largest, -float("inf"))
-    else:
-        loaded = load_splits(
-            part_sum, part_largest, part_total, partial, step, start, last, dim, HD, GROUPS, GROUP_SPLITS
-        )
-        sums, total, largest = fold_splits(loaded, start, begin, end, BD, GROUPS, GROUP_SPLITS)
-    return sums, total, largest
-
-
-@triton.jit
-def add_groups(acc, denominator, largest, sums, total, group_largest):
-    """Add the sums [GROUPS, BD] of the next groups of a row to the sums so far."""
-    is_group = group_largest > -float("inf")
-    total = tl.where(is_group, total, 0.0)
-    sums = tl.where(is_group[:, None], sums, 0.0)
-    new_largest = tl.maximum(largest, tl.max(group_largest, 0))
-    base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-    weight = tl.exp2(group_largest - base)
-    factor = tl.exp2(largest - base)
-    acc = acc * factor + tl.sum(sums * weight[:, None], 0)
-    denominator = denominator * factor + tl.sum(total * weight, 0)
-    return acc, denominator, new_largest
+    return acc, denominator, largest
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -391,7 +431,7 @@ def combine_kernel(
     part_sum,
     part_largest,
     part_total,
-    first_partials,
+    places,
     gate,
     positions,
     out,
@@ -402,97 +442,79 @@ def combine_kernel(
     num_splits,
     num_keys,
     first_key,
-    num_programs,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     HD: tl.constexpr,
     BD: tl.constexpr,
-    MAX_REQUESTS: tl.constexpr,
-    GROUP_SPLITS: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
-    FIRST_GROUPS: tl.constexpr,
-    NEXT_GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    LOADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum BD dims of one head of one row over its groups of splits in order, and apply the gate."""
+    """Fold CHUNKS times BD dims of one head of one row over its partials in order, and apply the gate."""
     if PDL:
         gdc_launch_dependents()
     item = tl.program_id(0).to(tl.int64)
     row = item // (HKV * GROUP)
     head = item % (HKV * GROUP)
-    dim = tl.program_id(1) * BD + tl.arange(0, BD)
-    # The first partial of this row; the next one lies `step` entries later.
+    request = row // query_len
+    # An entry of each partial of this row; the next partial's lies `step` entries later.
     step = HKV * query_len * GROUP
-    partial = head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
+    entry = head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
     # Positions may be read before the wait (reference.py).
     last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
-    begin = split_of(first_key)
+    first_split = split_of(first_key)
     end = tl.where(last >= first_key, split_of(last) + 1, 0)
-    last_partial = tl.maximum(end - 1, 0)
-    num_groups = tl.cdiv(end, GROUP_SPLITS)
-    acc = tl.zeros((BD,), tl.float32)
-    gate_at = gate + row * gate_row_stride + head * gate_head_stride + dim
-    if HAS_GROUPS:
-        size = splits_an_item(
-            positions, num_requests, query_len, num_keys - 1, first_key, num_programs,
-            HKV, MAX_REQUESTS, GROUP_SPLITS,
-        )  # fmt: skip
-        last_partial = last_partial // size
-        if PDL:
-            gdc_wait()
-        partial += tl.load(first_partials + row // query_len).to(tl.int64) * step
-        g = tl.load(gate_at).to(tl.float32)
-        sums, total, group_largest = load_groups(
-            part_sum, part_largest, part_total, partial, step, size, 0, begin, end, last_partial, dim,
-            HD, BD, FIRST_GROUPS, GROUP_SPLITS,
-        )  # fmt: skip
-        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
-        for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
-            next_sums, next_total, next_largest = load_groups(
-                part_sum, part_largest, part_total, partial, step, size, start, begin, end, last_partial, dim,
-                HD, BD, NEXT_GROUPS, GROUP_SPLITS,
-            )  # fmt: skip
-            acc, denominator, largest = add_groups(
-                acc, denominator, largest, next_sums, next_total, next_largest
-            )
+    if PDL:
+        gdc_wait()
+    if HAS_PREFIX:
+        following = tl.load(places + request).to(tl.int64)
+        if following < 0:
+            # verify_kernel has stored the result.
+            return
+        prefix_end = tl.load(places + num_requests)
+        first = entry + request * step
+        following = entry + following * step
     else:
-        if PDL:
-            gdc_wait()
-        partial += row // query_len * num_splits * step
-        first = load_splits(
-            part_sum,
-            part_largest,
-            part_total,
-            partial,
-            step,
-            0,
-            last_partial,
-            dim,
-            HD,
-            FIRST_GROUPS,
-            GROUP_SPLITS,
+        prefix_end = first_split + 1
+        first = entry + (request * num_splits + first_split) * step
+        following = first + step
+    count = tl.where(end > 0, 1 + tl.maximum(end - prefix_end, 0), 0)
+    last_partial = tl.maximum(count - 1, 0)
+    for chunk in tl.static_range(CHUNKS):
+        dim = (tl.program_id(1) * CHUNKS + chunk) * BD + tl.arange(0, BD)
+        loaded = load_partials(
+            part_sum, part_largest, part_total, first, following, step, 0, last_partial, dim, HD, LOADS
         )
-        g = tl.load(gate_at).to(tl.float32)
-        sums, total, group_largest = fold_splits(first, 0, begin, end, BD, FIRST_GROUPS, GROUP_SPLITS)
-        acc, denominator, largest = add_groups(acc, 0.0, -float("inf"), sums, total, group_largest)
-        if num_groups > FIRST_GROUPS:
-            loaded = load_splits(
-                part_sum, part_largest, part_total, partial, step, FIRST_GROUPS, last_partial, dim,
-                HD, NEXT_GROUPS, GROUP_SPLITS,
-            )  # fmt: skip
-            for start in range(FIRST_GROUPS, num_groups, NEXT_GROUPS):
+        g = tl.load(gate + row * gate_row_stride + head * gate_head_stride + dim[None, :]).to(tl.float32)
+        acc = tl.zeros((1, BD), tl.float32)
+        denominator = tl.zeros((1,), tl.float32)
+        largest = tl.full((1,), -float("inf"), tl.float32)
+        acc, denominator, largest = fold_loaded(acc, denominator, largest, loaded, 0, count, LOADS)
+        if count > LOADS:
+            loaded = load_partials(
+                part_sum,
+                part_largest,
+                part_total,
+                first,
+                following,
+                step,
+                LOADS,
+                last_partial,
+                dim,
+                HD,
+                LOADS,
+            )
+            for start in range(LOADS, count, LOADS):
                 # Load one step ahead: even a long context waits for memory only once.
-                later = load_splits(
-                    part_sum, part_largest, part_total, partial, step, start + NEXT_GROUPS, last_partial, dim,
-                    HD, NEXT_GROUPS, GROUP_SPLITS,
+                later = load_partials(
+                    part_sum, part_largest, part_total, first, following, step, start + LOADS, last_partial,
+                    dim, HD, LOADS,
                 )  # fmt: skip
-                next_sums, next_total, next_largest = fold_splits(
-                    loaded, start, begin, end, BD, NEXT_GROUPS, GROUP_SPLITS
-                )
-                acc, denominator, largest = add_groups(
-                    acc, denominator, largest, next_sums, next_total, next_largest
+                acc, denominator, largest = fold_loaded(
+                    acc, denominator, largest, loaded, start, count, LOADS
                 )
                 loaded = later
-    value = acc / tl.where(denominator == 0.0, 1.0, denominator)
-    value = value * (1.0 / (1.0 + tl.exp(-g)))
-    tl.store(out + item * HD + dim, value.to(out.dtype.element_ty))
+        value = acc / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
+        value = value * (1.0 / (1.0 + tl.exp(-g)))
+        tl.store(out + item * HD + dim[None, :], value.to(out.dtype.element_ty))

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from compiled_mtp.benchmarks import service_load as tool
-from compiled_mtp.benchmarks.serving_rows import MeanLengths, percentile
+from compiled_mtp.benchmarks.serving_rows import FIGURES, MeanLengths, percentile
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from tests.server.serving import Running, ScriptedEngine, make_family, running
 
@@ -56,13 +56,15 @@ def test_a_load_of_drawn_lengths_is_a_row_beside_saved_ones(
     names = {"engine": "ours", "device": "cpu", "shape": "script", "weights": "none"}
     row = ",".join(f"{name}={value}" for name, value in names.items())
     code, found = output_of(capsys, *flags, "--row", row)
-    assert (code, found["failed"], found["beside"]) == (0, 0, {})
+    assert (code, found["failed"], found["beside"]) == (0, 0, [])
     assert {name: found[name] for name in names} == names
     assert (found["streams"], found["mean_prompt"], found["mean_output"]) == (2, 9, 4)
     saved = tmp_path / "rows"
-    saved.write_text(json.dumps(found | {"engine": "another", "tokens_per_s": 7.0}))
+    other = found | {"engine": "another", "tokens_per_s": 7.0}
+    saved.write_text(json.dumps(other))
     code, found = output_of(capsys, *flags, "--row", row, "--beside", str(saved))
-    assert (code, found["beside"]) == (0, {"another": [7.0]})
+    assert code == 0
+    assert found["beside"] == [{name: other[name] for name in ("engine", *FIGURES)}]
 
 
 @pytest.mark.parametrize("load", [("--concurrency", "3"), ("--rate", "200")])

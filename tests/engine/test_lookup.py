@@ -16,6 +16,7 @@ from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, MOST_MATCH, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds import drafters
+from compiled_mtp.runner import memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
@@ -151,10 +152,32 @@ def test_forced_drafts_from_the_text_change_no_token(
     assert found == plain(checkpoint, options.get("dtype", "float32"))
     stats = engine.stats().speculation
     assert 0 < stats.lookup_accepted < stats.lookup_drafted
-    is_wide = any(shape.verify == 15 for shape in shapes)
-    # Nine slots have rings for the drafts of a chain alone.
-    assert is_wide == (max_batch < 9)
-    assert engine.runner.spec.max_drafts == (15 if max_batch < 9 else 2)
+    assert any(shape.verify == 15 for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("mtp_step", "max_batch", "max_in_flight", "drafts"),
+    [(2, 9, 1, 3), (5, 3, 0, 7), ("auto", 1, 1, 7), (7, 2, 1, 0)],
+)
+def test_wide_rounds_of_few_drafts_change_no_token(
+    checkpoint: Path,
+    forced: None,
+    monkeypatch: pytest.MonkeyPatch,
+    mtp_step: int | str,
+    max_batch: int,
+    max_in_flight: int,
+    drafts: int,
+) -> None:
+    """Where no memory is left for longer rings."""
+    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
+    sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
+    engine = make_engine(checkpoint, lookup="auto", **sizes)
+    deepest = engine.runner.spec.mtp_step
+    assert engine.runner.spec.max_drafts == max(drafts, deepest)
+    shapes: list[RoundShape] = []
+    assert run(engine, requests(), max_batch, shapes) == plain(checkpoint)
+    assert engine.stats().speculation.lookup_accepted > 0
+    assert {shape.verify for shape in shapes if shape.verify > shape.chain} == ({drafts} if drafts else set())
 
 
 @pytest.mark.parametrize(("mtp_step", "max_batch", "max_in_flight", "options"), [MODES[2], MODES[4]])
@@ -194,6 +217,53 @@ def test_either_source_in_any_round_changes_no_token(
     stats = engine.stats().speculation
     assert 0 < stats.lookup_rounds < stats.rounds
     assert sum(stats.drafted_by_index) > 0
+
+
+# Each with few ids to choose from, so that answers repeat themselves.
+FEW: dict[str, Any] = {"allowed_token_ids": range(5, 8), "ignore_eos": True, "max_tokens": 28, "logprobs": 2}
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": FEW | {"presence_penalty": 0.4, "frequency_penalty": 0.05, "repetition_penalty": 1.1},
+    "rewards": FEW | {"frequency_penalty": -0.3, "logprobs_mode": "both"},
+    "filters": FEW | {"top_k": 2, "top_p": 0.9, "min_p": 0.05},
+    "processed": FEW | {"logprobs": 20, "logprobs_mode": "processed", "top_k": 2},
+    "bias": {"logit_bias": {"5": 40.0, "6": 39.0}, "max_tokens": 28, "logprobs": 1},
+    "prompt": FEW | {"prompt_logprobs": 3, "include_drafts": True},
+    "stop": FEW | {"stop_token_ids": [7], "min_tokens": 20},
+    "choices": FEW | {"n": 3},
+    "one": FEW | {"max_tokens": 1},
+    "two": FEW | {"max_tokens": 2},
+    "greedy": FEW | {"temperature": 0.0},
+}
+
+
+def features(directory: Path, **options: Any) -> tuple[list[Any], Engine]:
+    """What an engine makes of requests with each of FEATURES, and the engine."""
+    params = [
+        SamplingParams(**({"temperature": 0.9, "seed": i} | one)) for i, one in enumerate(FEATURES.values())
+    ]
+    prompts = [prompt_of(20 + i, i, VOCAB) + [5, 6, 7] * (i % 4) for i in range(len(params))]
+    engine = make_engine(directory, **options)
+    named = ("new_token_ids", "logprobs", "prompt_logprobs", "finish_reason", "index", "error")
+    return [[getattr(one, name) for name in named] for one in engine.generate(prompts, params)], engine
+
+
+@cache
+def plain_features(directory: Path, kv_dtype: str) -> list[Any]:
+    return features(directory, mtp_step=0, max_batch=1, kv_dtype=kv_dtype)[0]
+
+
+@pytest.mark.parametrize(
+    ("mtp_step", "max_batch", "kv_dtype"),
+    [(3, 1, "auto"), (1, 5, "auto"), ("auto", 13, "auto"), (6, 4, "float8_e4m3fn")],
+)
+def test_no_parameter_of_a_request_notices_drafts_from_the_text(
+    checkpoint: Path, forced: None, mtp_step: int | str, max_batch: int, kv_dtype: str
+) -> None:
+    """Tokens, log probabilities and ends."""
+    sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "kv_dtype": kv_dtype}
+    found, engine = features(checkpoint, lookup="auto", max_in_flight=1, **sizes)
+    assert found == plain_features(checkpoint, kv_dtype)
+    assert engine.stats().speculation.lookup_accepted > 50
 
 
 def at_depth_0(engine: Engine) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from compiled_mtp.config import MOST_BATCH
+from compiled_mtp.graphs.buckets import prefill_lengths
+from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.runner.spec import EngineSpec
 from tests.checkpoints import write_checkpoint
 from tests.engines import collect, make_engine, prompt_of, run_to_end
 
@@ -50,3 +55,28 @@ def test_as_many_requests_as_an_engine_takes_have_the_tokens_of_each_alone(tmp_p
         name = str(index)
         alone.add_request(prompt_token_ids=prompts[index], params=params_of(index), request_id=name)
         assert run_to_end(alone) == {name: tokens[name]}
+
+
+def test_prompts_that_are_cut_to_fill_launches_have_the_tokens_of_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose programs have fixed numbers of rows."""
+    directory = write_checkpoint(tmp_path, num_layers=4)
+    prompts = [prompt_of(20 + 67 * index % 240, index, 512) for index in range(24)]
+    params = [
+        SamplingParams(max_tokens=8, temperature=0.9, seed=index, ignore_eos=True) for index in range(24)
+    ]
+    alone = make_engine(directory, mtp_step=0)
+    expected = [
+        alone.generate([prompt], one)[0].new_token_ids for prompt, one in zip(prompts, params, strict=True)
+    ]
+    monkeypatch.setattr(EngineSpec, "prompt_lengths", prefill_lengths(256, has_middles=True))
+    engine = make_engine(directory, prefill_chunk=256, max_batch=12)
+    plans = list[StepPlan]()
+    launch = engine.runner._launch
+    monkeypatch.setattr(engine.runner, "_launch", lambda plan: (plans.append(plan), launch(plan))[1])
+    assert [output.new_token_ids for output in engine.generate(prompts, params)] == expected
+    chunks = [plan.prompt_chunks for plan in plans if len(plan.prompt_chunks) > 1]
+    parts = [own[-1] for own in chunks if own[-1].start == 0 and not own[-1].is_last]
+    assert parts
+    assert all(len(part.token_ids) % 64 == 0 for part in parts)

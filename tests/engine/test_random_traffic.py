@@ -8,15 +8,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from compiled_mtp.ops.find_drafts import LEAST_MATCH
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.rounds import drafters
 from tests.checkpoints import write_checkpoint
 from tests.engines import collect, force_drafts, make_engine, prompt_of, run_to_end
 
 VOCAB = 512
+# All that a request may draw where drafts come from the text: its answers then repeat themselves.
+FEW = range(5, 8)
 LENGTHS = (1, 2, 17, 64, 90)
 # Shared by the session: the machine is built anew for every example.
 _DIRECTORY = TemporaryDirectory()
@@ -27,16 +32,18 @@ def checkpoint() -> Path:
     return write_checkpoint(Path(_DIRECTORY.name), hidden_size=64, num_value_heads=1, intermediate_size=64)
 
 
-def params_of(temperature: float, max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=7, ignore_eos=True)
+def params_of(temperature: float, max_tokens: int, few: bool) -> SamplingParams:
+    allowed = FEW if few else None
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=7, ignore_eos=True, allowed_token_ids=allowed
+    )
 
 
 @cache
-def plain(length: int, temperature: float) -> list[int]:
+def plain(length: int, temperature: float, few: bool) -> list[int]:
     engine = make_engine(checkpoint(), mtp_step=0, max_batch=1)
-    engine.add_request(
-        prompt_token_ids=prompt_of(length, length, VOCAB), params=params_of(temperature, 30), request_id="a"
-    )
+    prompt, params = prompt_of(length, length, VOCAB), params_of(temperature, 30, few)
+    engine.add_request(prompt_token_ids=prompt, params=params, request_id="a")
     return run_to_end(engine)["a"]
 
 
@@ -47,24 +54,37 @@ class EngineMachine(RuleBasedStateMachine):
         max_in_flight=st.integers(0, 1),
         num_blocks=st.sampled_from([None, 9, 14]),
         seed=st.integers(0, 99),
+        has_lookup=st.booleans(),
     )
     def create(
-        self, mtp_step: int, max_batch: int, max_in_flight: int, num_blocks: int | None, seed: int
+        self,
+        mtp_step: int,
+        max_batch: int,
+        max_in_flight: int,
+        num_blocks: int | None,
+        seed: int,
+        has_lookup: bool,
     ) -> None:
-        self.engine = make_engine(
-            checkpoint(),
-            mtp_step=mtp_step,
-            max_batch=max_batch,
-            max_in_flight=max_in_flight,
-            num_blocks=num_blocks,
-            max_model_len=128,
-        )
+        """Drafts are right, wrong or in between; or they come from the text wherever it has any."""
+        self.has_lookup = has_lookup
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
+            self.engine = make_engine(
+                checkpoint(),
+                mtp_step=mtp_step,
+                max_batch=max_batch,
+                max_in_flight=max_in_flight,
+                num_blocks=num_blocks,
+                max_model_len=128,
+                lookup="auto" if has_lookup else "off",
+            )
         self.expected: dict[str, list[int]] = {}
         self.streams: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         rng = random.Random(seed)
-        force_drafts(self.engine, self.streams, lambda name, pos: rng.randint(0, mtp_step))
+        if not has_lookup:
+            force_drafts(self.engine, self.streams, lambda name, pos: rng.randint(0, mtp_step))
 
     @rule(
         length=st.sampled_from(LENGTHS),
@@ -73,11 +93,11 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def add(self, length: int, temperature: float, max_tokens: int) -> None:
         name = f"r{len(self.expected)}"
-        self.streams[name] = plain(length, temperature)
+        self.streams[name] = plain(length, temperature, self.has_lookup)
         self.expected[name] = self.streams[name][:max_tokens]
         self.engine.add_request(
             prompt_token_ids=prompt_of(length, length, VOCAB),
-            params=params_of(temperature, max_tokens),
+            params=params_of(temperature, max_tokens, self.has_lookup),
             request_id=name,
         )
 

@@ -76,9 +76,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_checkpoint(tmp_path_factory.mktemp("requests"))
 
 
-def write_small_checkpoint(directory: Path) -> Path:
-    """Write a checkpoint of random weights with the default tokenizer and tokens for reasoning."""
-    write_checkpoint(directory, hidden_size=64, num_value_heads=1, intermediate_size=64, vocab_size=4160)
+def write_small_checkpoint(directory: Path, **options: Any) -> Path:
+    """Write a checkpoint of random weights with the default tokenizer and tokens for reasoning.
+
+    options: of `write_checkpoint`, in place of the smallest sizes.
+    """
+    options = options or {"hidden_size": 64, "num_value_heads": 1, "intermediate_size": 64}
+    write_checkpoint(directory, vocab_size=4160, **options)
     write_thinking_tokenizer(directory)
     shutil.copy(MODEL / "chat_template.jinja", directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(EOS)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,13 @@ def entries(outputs: list[RequestOutput]) -> list[list[TokenLogprob]]:
     return found
 
 
-def check_scores(directory: Path, mixes: list[dict[str, Any]], engines: Any = ENGINES) -> None:
-    """Decode every mix alone without drafts; compare the scores of its tokens in every engine."""
+def check_scores(
+    directory: Path, mixes: list[dict[str, Any]], engine_of: Callable[..., Engine] = engine_of
+) -> None:
+    """Decode every mix alone without drafts; compare the scores of its tokens in every engine.
+
+    engine_of: returns the engine of a checkpoint and of one of ENGINES.
+    """
     plain = engine_of(directory, 0, 1, 0)
     prompts = [prompt_of(f"f{index}") for index in range(len(mixes))]
     params = [params_of(mix) for mix in mixes]
@@ -69,7 +75,7 @@ def check_scores(directory: Path, mixes: list[dict[str, Any]], engines: Any = EN
     if not kept:
         return
     expected = entries(decoded)
-    for key in engines:
+    for key in ENGINES:
         scored = engine_of(directory, *key).score(prompts, [one.new_token_ids for one in decoded], params)
         assert [output.new_token_ids for output in scored] == [output.new_token_ids for output in decoded]
         assert entries(scored) == expected, key

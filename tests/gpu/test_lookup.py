@@ -14,6 +14,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
 from compiled_mtp.rounds import drafters
+from compiled_mtp.runner import memory
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, requests, run
 from tests.engines import make_engine
@@ -112,7 +113,22 @@ def test_forced_drafts_from_the_text_change_no_token(
     assert found == plain(checkpoint, options["compile"])
     stats = engine.stats().speculation
     assert 0 < stats.lookup_accepted < stats.lookup_drafted
-    assert any(shape.verify == 15 for shape in shapes) == (max_batch < 9)
+    assert any(shape.verify == 15 for shape in shapes)
+
+
+def test_wide_rounds_of_seven_drafts_change_no_token(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no memory is left for longer rings."""
+    from compiled_mtp.ops.find_drafts import kernel
+
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
+    monkeypatch.setattr(kernel, "RISE", -1)
+    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
+    engine = gpu_engine(checkpoint, mtp_step="auto", max_batch=12, lookup="auto", compile="off")
+    shapes: list[RoundShape] = []
+    assert run(engine, requests(), 2, shapes) == plain(checkpoint, "off")
+    assert {shape.verify for shape in shapes if shape.verify > shape.chain} == {7}
 
 
 @pytest.mark.parametrize("offload_gb", [0.0, None])

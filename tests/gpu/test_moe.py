@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.moe_router import moe_router
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.harness import check_row_invariance, poisoned_allocations, rel_l2
+from tests.ops.test_moe_products import two_products
 
 pytestmark = pytest.mark.gpu
 # 35B-A3B's and Qwen3-Next 80B-A3B's: experts, top_k, hidden, inner.
@@ -108,32 +108,15 @@ def test_float32_equals_float64_and_rows_are_invariant(weight_dtype: torch.dtype
     check_row_invariance(lambda m: moe_experts(x[:m], weights[:m], ids[:m], *rest), (1, 3, 8, 17), 70)
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("shards", [2, 4])
-def test_shards_have_the_bits_of_the_whole(weight_dtype: torch.dtype, shards: int) -> None:
-    """Each device has some of the width: the gate's rows, up's, and the matching columns of down."""
-    x, weights, ids, gate_up, down, *scales = make_case(70, (16, 4, 1024, 512), torch.bfloat16, weight_dtype)
-
-    def rows_of(stack: torch.Tensor) -> list[torch.Tensor]:
-        gates, ups = (half.chunk(shards, 1) for half in stack.chunk(2, 1))
-        return [torch.cat(pair, 1) for pair in zip(gates, ups, strict=True)]
-
-    cut_rows = [rows_of(t) if t is not None else [None] * shards for t in (gate_up, scales[0])]
-    cut_columns = [
-        [c.contiguous() for c in t.chunk(shards, 2)] if t is not None else [None] * shards
-        for t in (down, scales[1])
-    ]
-    for rows in (1, 4, 33, 70):
-        given = (x[:rows], weights[:rows], ids[:rows])
-        parts = [
-            moe_experts(*given, g, d, gs, ds, False, 512)
-            for g, gs, d, ds in zip(*cut_rows, *cut_columns, strict=True)
-        ]
-        whole = moe_experts(*given, gate_up, down, *scales)
-        assert torch.equal(add_tree(parts).bfloat16(), whole), f"{rows} rows"
-    own_scales = (cut_rows[1][0], cut_columns[1][0])
-    with pytest.raises(ValueError, match="whole_width must be 0 for a prompt's rows on a GPU"):
-        moe_experts(x, weights, ids, cut_rows[0][0], cut_columns[0][0], *own_scales, True, 512)
+def test_shards_have_the_bits_of_the_whole(shards: int, prefill: bool) -> None:
+    """Each rank has some rows of gate and of up, then some rows of down; few pairs an expert and many."""
+    x, weights, ids, gate_up, down, *_ = make_case(300, (16, 4, 1024, 512), torch.bfloat16, torch.bfloat16)
+    for rows in (1, 4, 33, 300):
+        case = (x[:rows], weights[:rows], ids[:rows], gate_up, down)
+        whole = moe_experts(*case, prefill=prefill)
+        assert torch.equal(two_products(case, shards, "__call__", prefill), whole), rows
 
 
 def test_odd_sizes() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engine.test_request_features import MIXES as RANDOM_MIXES
+from tests.engine.test_request_features import write_small_checkpoint
+from tests.engine.test_score import check_scores
 from tests.engines import make_engine, prompt_of
 
 pytestmark = pytest.mark.gpu
@@ -70,3 +76,27 @@ def test_scores_are_those_of_decoding(name: str, tmp_path: Path) -> None:
         else:
             assert [output.new_token_ids for output in again] == tokens
         engine.close()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_scores_of_random_mixes_are_those_of_decoding(name: str, tmp_path: Path) -> None:
+    """A hundred mixes of each kind of checkpoint, at depths 0, 3, 7 and auto, in batches of 1 and 8."""
+    directory = write_small_checkpoint(tmp_path, **CHECKPOINTS[name])
+
+    @cache
+    def engine_of(directory: Path, mtp_step: int | str, max_batch: int, max_in_flight: int) -> Engine:
+        sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
+        return gpu_engine(directory, max_model_len=128, **sizes)
+
+    @given(mixes=st.lists(RANDOM_MIXES, min_size=20, max_size=20))
+    @settings(
+        max_examples=5,
+        deadline=None,
+        derandomize=True,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    def check(mixes: list[dict[str, Any]]) -> None:
+        check_scores(directory, mixes, engine_of)
+
+    check()

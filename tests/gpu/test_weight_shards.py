@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
 from compiled_mtp.ops.paged_attention import paged_attention
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.rank_cases import check_attention_heads, check_gdn_prefill_heads
-from tests.ops.test_moe_experts import routing, shards_of
+from tests.ops.test_moe_experts import routing
 from tests.ops.test_moe_products import two_products, two_w8a8_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -95,12 +96,10 @@ def test_shards_of_experts(width: int, inner: int, rows: int) -> None:
     x = random(rows, width)
     stacks: tuple[Any, ...] = (random(9, 2 * inner, width, scale=width**-0.5),)
     stacks += (random(9, width, inner, scale=inner**-0.5),)
-    whole = moe_experts(x, weights, ids, *stacks)
-    for world in (2, 4):
-        parts = [moe_experts(x, weights, ids, *own, whole_width=inner) for own in shards_of(*stacks, world)]
-        assert torch.equal(add_tree(parts).to(BF16), whole), world
     case = (x, weights, ids, *stacks)
-    assert torch.equal(two_products(case, 2, "__call__"), moe_experts(*case, prefill=True))
+    for world, prefill in itertools.product((2, 4), (False, True)):
+        whole = moe_experts(*case, prefill=prefill)
+        assert torch.equal(two_products(case, world, "__call__", prefill), whole), (world, prefill)
     (gate_up, gate_up_scale), (down, down_scale) = stack_of(9, 2 * inner, width), stack_of(9, width, inner)
     quantised = (*quantize_rows(x), weights, ids, gate_up, down, gate_up_scale, down_scale, False)
     assert torch.equal(two_w8a8_products(quantised, 2, "__call__"), moe_experts_w8a8(*quantised))

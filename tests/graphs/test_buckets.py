@@ -77,6 +77,16 @@ def test_prefill_lengths_cover_every_chunk(chunks: int, data: st.DataObject) -> 
     length = pick_prefill_length(lengths, num_rows, 1, 8)
     assert num_rows <= length
     assert length == 64 or length < 2 * num_rows
+    closer = prefill_lengths(64 * chunks, has_middles=True)
+    assert set(closer) >= set(lengths)
+    assert all(length % 64 == 0 for length in closer)
+    assert num_rows <= pick_prefill_length(closer, num_rows, 1, 8) <= length
+
+
+def test_lengths_in_the_middle_follow_each_that_doubles() -> None:
+    assert prefill_lengths(1024, has_middles=True) == (64, 128, 192, 256, 384, 512, 768, 1024)
+    # 320 is no double of 256.
+    assert prefill_lengths(320, has_middles=True) == (64, 128, 192, 256, 320)
 
 
 @given(counts=st.lists(st.integers(1, 100), min_size=1, max_size=MAX_PROMPT_CHUNKS))

@@ -206,6 +206,15 @@ def test_depths_after_the_first_are_captured_uncompiled(checkpoint: Path, compil
     assert rounds == ["decode_1_3_3", "decode_1_0_0", "catch_up_1"]
 
 
+def test_wide_rounds_are_captured_uncompiled(checkpoint: Path, compiler: Compiler) -> None:
+    """At every start, also one that loads the further depths later."""
+    driver = driver_of(checkpoint, "replay", (1, 3), max_batch=1, lookup="auto")
+    driver.runner.programs.warm_up(depth=1)
+    assert compiler.compiled == ["decode_1_to_1_drafts_of_1"]
+    rounds = [name for name in compiler.captured if not name.startswith(("prefill", "first"))]
+    assert rounds[:-1] == ["decode_1_15_3", "decode_1_15_1"]
+
+
 @pytest.mark.parametrize(
     "mtp_step, is_compiled, further", [("auto", True, (0, 1)), ("auto", False, ()), (1, True, ())]
 )

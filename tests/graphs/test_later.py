@@ -47,6 +47,30 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def with_programs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graph caches give uncompiled programs; returns the names of those that were loaded."""
+    (checkpoint / "unpacked" / PROGRAMS_NAME).mkdir(parents=True)
+    loaded: list[str] = []
+
+    def load(file: Path, owner: Step) -> Any:
+        loaded.append(file.name)
+        return partial(METHODS[file.name.split("_")[0]], owner)
+
+    patches = {
+        "runner.assemble.check_key": lambda file, key: None,
+        "runner.assemble.read_key": lambda file: {},
+        "runner.memory.read_key": lambda file: {},
+        "runner.assemble.load": lambda file: checkpoint / "unpacked",
+        "runner.program_maker.load_program": load,
+        "graphs.later.load_program": load,
+    }
+    for name, function in patches.items():
+        monkeypatch.setattr(f"compiled_mtp.{name}", function)
+    monkeypatch.setattr(ProgramMaker, "check_layout", lambda self, saved: None)
+    return loaded
+
+
 def check_that_depths_come(engine: Engine, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a request begins at the first depth only, and goes on with the same tokens when both are
     ready."""
@@ -71,28 +95,25 @@ def check_that_depths_come(engine: Engine, expected: list[int], monkeypatch: pyt
     assert int(engine.runner.step.slots.pos[0]) == 0
 
 
-def test_depths_become_ready_between_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With uncompiled programs instead of those of a file."""
+def check_that_every_depth_wakes(engine: Engine, loaded: list[str], expected: list[int]) -> None:
+    """Check that the first round after a wake-up may have any depth, and that none is counted anew."""
+    before = engine.stats().rounds_by_depth
+    engine.sleep()
+    loaded.clear()
+    engine.wake_up()
+    # No round may find a depth whose program is not there yet: uncompiled, a GPU gives it other bits.
+    assert engine.runner.later is None
+    assert len(loaded) == 6
+    assert engine.stats().rounds_by_depth == before
+    assert engine.generate([[1, 2, 3]], PARAMS)[0].new_token_ids == expected
+
+
+def test_depths_become_ready_between_steps(
+    checkpoint: Path, with_programs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = with_programs
     plain = make_engine(checkpoint, compile="off", mtp_step=0, max_batch=1, max_model_len=96)
     (expected,) = plain.generate([[1, 2, 3]], PARAMS)
-    (checkpoint / "unpacked" / PROGRAMS_NAME).mkdir(parents=True)
-    loaded: list[str] = []
-
-    def load(file: Path, owner: Step) -> Any:
-        loaded.append(file.name)
-        return partial(METHODS[file.name.split("_")[0]], owner)
-
-    patches = {
-        "runner.assemble.check_key": lambda file, key: None,
-        "runner.assemble.read_key": lambda file: {},
-        "runner.memory.read_key": lambda file: {},
-        "runner.assemble.load": lambda file: checkpoint / "unpacked",
-        "runner.program_maker.load_program": load,
-        "graphs.later.load_program": load,
-    }
-    for name, function in patches.items():
-        monkeypatch.setattr(f"compiled_mtp.{name}", function)
-    monkeypatch.setattr(ProgramMaker, "check_layout", lambda self, saved: None)
     progress: list[tuple[Any, ...]] = []
     engine = make_engine(
         checkpoint, graph_cache=checkpoint / "f", progress=lambda *a: progress.append(a), **OPTIONS
@@ -102,6 +123,19 @@ def test_depths_become_ready_between_steps(checkpoint: Path, monkeypatch: pytest
     assert [name.split("_")[0] for name in loaded[:3]] == ["prefill", "decode", "first"]
     check_that_depths_come(engine, expected.new_token_ids, monkeypatch)
     assert len(loaded) == 6
+    check_that_every_depth_wakes(engine, loaded, expected.new_token_ids)
+
+
+def test_an_engine_that_sleeps_before_its_depths_are_loaded_wakes_with_all(
+    checkpoint: Path, with_programs: list[str]
+) -> None:
+    engine = make_engine(checkpoint, graph_cache=checkpoint / "f", **OPTIONS)
+    assert engine.stats().rounds_by_depth.keys() == {1}
+    engine.sleep()
+    engine.wake_up()
+    assert engine.runner.later is None
+    assert engine.stats().rounds_by_depth.keys() == {0, 1}
+    engine.generate([[1, 2, 3]], PARAMS)
 
 
 def test_without_a_cache_a_start_compiles_every_depth(

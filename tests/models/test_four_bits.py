@@ -200,7 +200,7 @@ def test_a_shared_expert_may_be_stored_otherwise(tmp_path: Path, other: str | No
 
 @pytest.mark.parametrize("is_shared_plain", [False, True])
 def test_ranks_hold_codes_of_their_experts(tmp_path: Path, is_shared_plain: bool) -> None:
-    """Two ranks: some rows of gate|up, some columns of down, and for prompts some rows of it."""
+    """Two ranks: some rows of gate|up, and some rows of down."""
     packer, _ = FORMATS["gptq"]
     sizes = EXPERTS | {"moe_intermediate_size": 256, "num_key_heads": 2}
     write_checkpoint(tmp_path, **sizes)
@@ -219,7 +219,7 @@ def test_ranks_hold_codes_of_their_experts(tmp_path: Path, is_shared_plain: bool
             load_weights(config, tmp_path, parameters, with_mtp=False, **how)
             held.append(parameters)
         codes, values = held
-        for end in ("gate_up", "down", "prompt_down"):
+        for end in ("gate_up", "down"):
             stack = f"layers.1.ffn.{end}"
             found = values_of(codes, stack)
             if is_shared_plain:

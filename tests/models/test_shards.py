@@ -102,7 +102,7 @@ def test_merged_parameters_are_cut_in_each_part(tmp_path: Path) -> None:
         "layers.3.mixer.qkv.weight": (0, [2 * 512, 512, 512]),
         "layers.3.mixer.o_proj.weight": (1, [512]),
         "mtp.layer.ffn.gate_up": (1, [64, 64]),
-        "mtp.layer.ffn.down": (2, [64]),
+        "mtp.layer.ffn.down": (1, [128]),
         "layers.1.ffn.router.weight": (0, []),
         "lm_head.weight": (0, [512]),
         "embed.weight": (0, []),

@@ -27,11 +27,24 @@ def run(asm: Any, constraints: str, args: Any, dtype: torch.dtype, is_pure: bool
         text = line.strip()
         if text and text not in "{}" and not text.startswith(".reg"):
             name, operands = text.split(" ", 1)
+            if "{" in operands:
+                move_halves(registers, operands)
+                continue
             target, *given = [operand.strip() for operand in operands.split(",")]
             values = [operand_of(registers, operand) for operand in given]
             registers[target] = INSTRUCTIONS[name](*values) & WORD
     found = [registers[f"${index}"].expand_as(inputs[0]) for index in range(outputs)]
     return from_registers(found, dtype, tiles[0].shape)
+
+
+def move_halves(registers: Registers, operands: str) -> None:
+    """Take a register apart, `mov.b32 {low, high}, word`, or join two of 16 bits, the reverse."""
+    low, high, word = re.findall(r"[$\w]+", operands)
+    if operands.startswith("{"):
+        registers[low], registers[high] = registers[word] & 0xFFFF, registers[word] >> 16
+    else:
+        target, low, high = low, high, word
+        registers[target] = registers[low] | registers[high] << 16
 
 
 def to_registers(tile: torch.Tensor, pack: int) -> list[torch.Tensor]:

@@ -8,11 +8,10 @@ import torch
 from compiled_mtp.ops.blocks import KINDS, pack, pack_scales
 from compiled_mtp.ops.int4 import dequantize, pack_groups
 from compiled_mtp.ops.int4 import pack as pack_int4
-from compiled_mtp.ops.left_config import LargeMTile, LeftForm, LeftTile, large_m_tile, left_tile
+from compiled_mtp.ops.left_config import LargeMTile, LeftForm, LeftTile, form_of_kind, large_m_tile, left_tile
 from compiled_mtp.ops.left_large_m import launch_left_large_m
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.left_product import launch_left
-from compiled_mtp.ops.linear_blocks.kernel import form_of
 from compiled_mtp.ops.linear_w4a16.kernel import left_weight
 from tests.ops.left_on_cpu import put_on_cpu
 from tests.ops.test_linear_blocks import random_fields
@@ -29,7 +28,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def form_named(name: str) -> LeftForm:
     if name in INT4:
         return LeftForm("INT4", 32, 32, 0, INT4[name], 4 // INT4[name])
-    return form_of(name)
+    return form_of_kind(name)
 
 
 def random_weight(name: str, n: int, k: int) -> LeftWeight:
@@ -41,7 +40,7 @@ def random_weight(name: str, n: int, k: int) -> LeftWeight:
     codes = torch.randint(0, 1 << kind.bits, (n, k), dtype=torch.uint8)
     factor = torch.rand(n) if kind.has_factor else None
     scales = pack_scales(random_fields(kind, n, k // 128), kind, factor)
-    return LeftWeight(pack(codes, kind), scales.view(-1).view(torch.int32), form_of(name))
+    return LeftWeight(pack(codes, kind), scales.view(-1).view(torch.int32), form_of_kind(name))
 
 
 def rows_in_nan(rows: int, k: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compiled_mtp.ops.fp8 import dequantize
-from compiled_mtp.ops.k_splits import add_tree
 from compiled_mtp.ops.moe_experts import moe_experts, moe_experts_w8a8
+from compiled_mtp.ops.moe_experts.kernel import configuration
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from tests.ops.harness import check_compiles, check_equal, check_registration, poisoned_allocations
 
@@ -160,50 +160,19 @@ def shards_of(
     ]
 
 
-def test_shards_have_the_bits_of_the_whole_in_interpreter(interpreter: None) -> None:
-    """Whole numbers: a K split is exact in any tile, and only the addition of the K splits rounds."""
-    x, weights, ids, gate_up, down = experts_case(3, 3, 1, 32, 256, torch.bfloat16)
-    down = (down * 64).round() * 2.0 ** torch.randint(-8, 9, (4, 32, 2)).repeat_interleave(128, 2)
-    down = down.bfloat16()
-    with poisoned_allocations():
-        whole = moe_experts.launch(x, weights, ids, gate_up, down)
-        stacks = shards_of(gate_up, down, 2)
-        parts = [moe_experts.launch(x, weights, ids, *stack, whole_width=256) for stack in stacks]
-    assert parts[0].dtype == torch.float32
-    torch.testing.assert_close(add_tree(parts).bfloat16(), whole, rtol=8e-3, atol=1e-3)
-    assert relative_error(whole, loop_float64(x, weights, ids, gate_up, down)) < 1e-2
-    # The order: each K split's slots first, then ((0 + 1) + (2 + 3)). The K splits of these weights do not
-    # round.
-    ones = torch.ones(1, 128).bfloat16()
-    gate = torch.zeros(2, 1024, 128).bfloat16()
-    gate[:, :512, 0], gate[:, 512:, 0] = 64.0, 1.0 / 64
-    down = torch.zeros(2, 128, 512).bfloat16()
-    down[:, :, 0], down[:, :, 256] = 2.0**30, 1.0
-    # Half of the columns cancel the large number in the same node of the tree, half in the other node.
-    down[:, :64, 128], down[:, 64:, 384] = -(2.0**30), -(2.0**30)
-    routes = (torch.ones(1, 2), torch.tensor([[0, 1]], dtype=torch.int32))
-    got = moe_experts.launch(ones, *routes, gate, down)
-    assert got[0].tolist() == [2.0] * 64 + [0.0] * 64
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_of_experts_have_the_bits_of_the_whole_on_a_cpu(dtype: torch.dtype) -> None:
-    x, weights, ids, gate_up, down = experts_case(7, 6, 3, 96, 64, dtype)
-    whole = moe_experts(x, weights, ids, gate_up, down)
-    for shards in (2, 4):
-        stacks = shards_of(gate_up, down, shards)
-        parts = [moe_experts(x, weights, ids, *stack, whole_width=64) for stack in stacks]
-        assert parts[0].dtype == torch.float32
-        assert torch.equal(add_tree(parts).to(dtype), whole), shards
-    with pytest.raises(ValueError, match="whole_width must be the width of experts of which 8 are whole"):
-        moe_experts(
-            x, weights, ids, gate_up[:, :16].contiguous(), down[:, :, :8].contiguous(), whole_width=64
-        )
+def test_taller_tiles_stay_within_one_class_of_instruction() -> None:
+    """Blackwell multiplies tiles of 64 pairs by other instructions than those of 16."""
+    few, many = (configuration(torch.bfloat16, False, False, is_tall) for is_tall in (False, True))
+    assert (few.tile_rows, many.tile_rows) == (16, 64)
+    assert configuration(torch.bfloat16, False, False, True, "sm_100").tile_rows == 32
+    for is_tall in (False, True):
+        assert configuration(torch.bfloat16, False, True, is_tall, "sm_100") == many
+        assert configuration(torch.bfloat16, True, False, is_tall).tile_rows == 16
 
 
 def test_registration_and_compile() -> None:
     case = (*experts_case(3, 4, 2, 32, 16), None, None, False)
-    check_registration(torch.ops.compiled_mtp.moe_experts.default, (*case, 0))
+    check_registration(torch.ops.compiled_mtp.moe_experts.default, case)
     check_compiles(moe_experts, [case, (*experts_case(5, 4, 2, 32, 16), None, None)])
 
 

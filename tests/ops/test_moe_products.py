@@ -19,13 +19,13 @@ from tests.ops.harness import check_compiles, check_equal, poisoned_allocations
 from tests.ops.test_moe_experts import experts_case, shards_of, w8a8_case
 
 
-def two_products(case: tuple[Any, ...], shards: int, entry: str) -> torch.Tensor:
+def two_products(case: tuple[Any, ...], shards: int, entry: str, prefill: bool = False) -> torch.Tensor:
     """Return the result of `shards` ranks for moe_experts' arguments; `entry`: "__call__" or "launch"."""
     x, weights, ids, gate_up, down = case
     stacks = [stack for stack, _ in shards_of(gate_up, down, shards)]
-    hidden = torch.cat([getattr(moe_hidden, entry)(x, ids, stack) for stack in stacks], 1)
+    hidden = torch.cat([getattr(moe_hidden, entry)(x, ids, stack, None, prefill) for stack in stacks], 1)
     rows = [rows.contiguous() for rows in down.chunk(shards, 1)]
-    return torch.cat([getattr(moe_sums, entry)(hidden, weights, ids, own) for own in rows], 1)
+    return torch.cat([getattr(moe_sums, entry)(hidden, weights, ids, own, None, prefill) for own in rows], 1)
 
 
 def two_w8a8_products(case: tuple[Any, ...], shards: int, entry: str) -> torch.Tensor:
@@ -52,7 +52,7 @@ def two_w8a8_products(case: tuple[Any, ...], shards: int, entry: str) -> torch.T
 @pytest.mark.parametrize("rows", [1, 7])
 def test_shards_have_the_bits_of_the_whole_on_a_cpu(dtype: torch.dtype, rows: int) -> None:
     case = experts_case(rows, 6, 3, 96, 64, dtype)
-    whole = moe_experts(*case, prefill=True)
+    whole = moe_experts(*case)
     for shards in (1, 2, 4):
         assert torch.equal(two_products(case, shards, "__call__"), whole), shards
 
@@ -67,12 +67,12 @@ def test_quantised_shards_have_the_bits_of_the_whole_on_a_cpu(is_float32: bool) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shards_have_the_bits_of_the_whole_in_interpreter(interpreter: None, dtype: torch.dtype) -> None:
-    """A prompt's products, without K splits; a shard is as wide as a tile."""
+    """A shard is as wide as a tile."""
     case = experts_case(5, 3, 2, 256, 128, dtype)
-    with poisoned_allocations():
-        whole = moe_experts.launch(*case, prefill=True)
-        apart = two_products(case, 2, "launch")
-    assert torch.equal(apart, whole)
+    for prefill in (False, True):
+        with poisoned_allocations():
+            whole = moe_experts.launch(*case, prefill=prefill)
+            assert torch.equal(two_products(case, 2, "launch", prefill), whole)
 
 
 @pytest.mark.parametrize("rows, experts, top_k", [(3, 3, 2), (20, 1, 1)])
@@ -108,8 +108,8 @@ def test_they_are_registered_and_refuse() -> None:
         moe_hidden_w8a8(x8, x_scale, ids8, gate_up8, scales[0]),
     )
     cases: list[tuple[Any, tuple[Any, ...]]] = [
-        (moe_hidden, (x, ids, gate_up, None)),
-        (moe_sums, (hidden, weights, ids, down, None)),
+        (moe_hidden, (x, ids, gate_up, None, False)),
+        (moe_sums, (hidden, weights, ids, down, None, False)),
         (moe_hidden_w8a8, (x8, x_scale, ids8, gate_up8, scales[0], False)),
         (moe_sums_w8a8, (hidden8, factors, weights8, ids8, down8, scales[1], False)),
     ]

@@ -7,15 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.int4 import dequantize, pack, unpack
-from compiled_mtp.ops.k_splits import add_tree
+from compiled_mtp.ops.left_config import LeftTile, form_of_int4, form_of_kind
 from compiled_mtp.ops.moe_experts import moe_experts_w4a16, moe_hidden_w4a16, moe_sums_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles, launch_tiles
+from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts, tiles_for
 from tests.ops.harness import check_compiles, poisoned_allocations
+from tests.ops.left_on_cpu import put_experts_on_cpu
 from tests.ops.test_linear_w4a16 import four_bits
 from tests.ops.test_moe_experts import loop_float64, relative_error, routing
 
 Case = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_experts_on_cpu(monkeypatch)
 
 
 def stack(experts: int, n: int, k: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,33 +76,29 @@ def first_rows(case: Case, rows: int) -> Case:
 @pytest.mark.parametrize("is_shared_plain", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_kernel_in_interpreter(interpreter: None, group: int, is_shared_plain: bool) -> None:
-    """Few rows and a prompt's; padded rows of any stride."""
+    """Padded rows of any stride."""
     dtype = torch.bfloat16 if group == 64 else torch.float16
     case = case_of(5, 4, 2, 256, 128, group, is_shared_plain=is_shared_plain, dtype=dtype)
     wide = torch.full((5, 264), float("nan")).bfloat16()
     wide[:, :256] = case["x"]
-    for prefill in (False, True):
-        with poisoned_allocations():
-            got = moe_experts_w4a16.launch(**case | {"x": wide[:, :256], "prefill": prefill})
-        assert got.dtype == torch.bfloat16
-        assert relative_error(got, exact(case)) < 5e-3
+    with poisoned_allocations():
+        got = moe_experts_w4a16.launch(**case | {"x": wide[:, :256]})
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got, exact(case)) < 5e-3
     assert relative_error(moe_experts_w4a16(**case), exact(case)) < 5e-3
 
 
-@pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("is_shared_plain", [False, True])
-def test_rows_do_not_depend_on_their_company_in_interpreter(
-    interpreter: None, is_shared_plain: bool, prefill: bool
-) -> None:
-    """Experts with no pair, one pair, and with many, in tiles of 16, 32 and 64 pairs."""
-    case = case_of(129, 12, 2, is_shared_plain=is_shared_plain) | {"prefill": prefill}
+def test_rows_do_not_depend_on_their_company_in_interpreter(interpreter: None, is_shared_plain: bool) -> None:
+    """Experts with no pair, one pair, and with many, in tiles of 8, 16, 32 and 64 pairs."""
+    case = case_of(129, 12, 2, is_shared_plain=is_shared_plain)
     # Most rows ask one expert, a few the others, and none the last.
     case["ids"][:, 0] = 0
     case["ids"][:, 1] = torch.where(torch.arange(129) % 16 == 0, torch.arange(129) // 16 + 1, 10).int()
     with poisoned_allocations():
         whole = moe_experts_w4a16.launch(**case)
         assert relative_error(whole, exact(case)) < 5e-3
-        for rows in (1, 3, 16, 17, 64):
+        for rows in (1, 3, 17, 40, 64):
             got = moe_experts_w4a16.launch(**first_rows(case, rows))
             assert torch.equal(got, whole[:rows]), rows
 
@@ -109,27 +112,27 @@ def test_random_routings_have_the_same_bits_in_interpreter(interpreter: None) ->
         assert torch.equal(moe_experts_w4a16.launch(**first_rows(mixed, rows)), whole[order[:rows]]), rows
 
 
-def arguments(case: Case) -> Any:
-    """The record that a kernel's launch takes."""
+def arguments(operator: Any, case: Case) -> Any:
+    """What launch_experts takes after the tiles."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        launch = "compiled_mtp.ops.moe_experts.w4a16_kernel.launch_tiles"
-        patch.setattr(launch, lambda config, args: found.append(args))
-        moe_experts_w4a16.launch(**case)
+        launch = "compiled_mtp.ops.moe_experts.codes.launch_experts"
+        patch.setattr(launch, lambda tiles, *args: found.append(args))
+        operator.launch(**case)
     return found[0]
 
 
 def test_tiles_have_the_same_bits_in_interpreter(interpreter: None) -> None:
     case = case_of(20, 3, 2, 256, 512, is_shared_plain=True)
-    args = arguments(case)
-    whole = launch_tiles(W4A16Tiles(16, 64, 64, 2, 4), args)
+    args = arguments(moe_experts_w4a16, case)
+    whole = launch_experts(Tiles(LeftTile(8, 64, 2, 2, 3), LeftTile(8, 64, 2, 2, 3)), *args)
     assert relative_error(whole, exact(case)) < 5e-3
     for tiles in (
-        W4A16Tiles(32, 128, 128, 4, 3),
-        W4A16Tiles(16, 32, 16, 4, 2),
-        W4A16Tiles(32, 256, 32, 8, 3),
+        Tiles(LeftTile(32, 128, 4, 1, 3), LeftTile(32, 32, 2, 2, 2)),
+        Tiles(LeftTile(16, 32, 2, 1, 4), LeftTile(16, 96, 2, 4, 3)),
+        Tiles(LeftTile(64, 256, 8, 3, 2), LeftTile(64, 64, 4, 1, 5)),
     ):
-        assert torch.equal(launch_tiles(tiles, args), whole), tiles
+        assert torch.equal(launch_experts(tiles, *args), whole), tiles
 
 
 def cut(case: Case, columns: slice) -> Case:
@@ -146,7 +149,6 @@ def cut(case: Case, columns: slice) -> Case:
         "gate_up_scale": case["gate_up_scale"][:, :, rows].contiguous(),
         "down": torch.stack(down),
         "down_scale": case["down_scale"][:, groups].contiguous(),
-        "whole_width": inner,
     }
     if "shared_down" in case:
         own["shared_gate_up"] = case["shared_gate_up"][rows].contiguous()
@@ -154,24 +156,23 @@ def cut(case: Case, columns: slice) -> Case:
     return case | own
 
 
-@pytest.mark.parametrize("is_shared_plain", [False, True])
-def test_shards_have_the_bits_of_the_whole_in_interpreter(interpreter: None, is_shared_plain: bool) -> None:
-    case = case_of(5, 3, 2, 128, 512, 64, is_shared_plain=is_shared_plain)
-    whole = moe_experts_w4a16.launch(**case)
-    for shards in (2, 4):
-        size = 512 // shards
-        parts = [
-            moe_experts_w4a16.launch(**cut(case, slice(first, first + size))) for first in range(0, 512, size)
-        ]
-        assert parts[0].dtype == torch.float32
-        assert torch.equal(add_tree(parts).bfloat16(), whole), shards
+@pytest.mark.parametrize("pairs", [1, 36, 1152, 2304, 4608, 9216, 18432])
+def test_tiles_fit(pairs: int) -> None:
+    """The smallest shared memory of a supported GPU, and one tile for nearly every expert."""
+    tiles = tiles_for(pairs, 257)
+    assert tiles.gate_up.block_m == tiles.down.block_m >= min(1.25 * pairs / 257, 64)
+    for tile in tiles:
+        assert tile.block_n % (16 * tile.num_warps) == 0
+        plain = tile.num_stages * (tile.block_m + tile.block_n) * 64 * 2
+        for form in (*map(form_of_kind, KINDS), form_of_int4(torch.float16, 4)):
+            assert max(tile.shared_bytes(form), plain) <= 99 * 1024, form
 
 
 def test_registration_and_compile() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for is_shared_plain in (False, True):
         case = case_of(3, 4, 2, is_shared_plain=is_shared_plain)
-        args = (*case.values(), *((None, None) if not is_shared_plain else ()), False, 0)
+        args = (*case.values(), *((None, None) if not is_shared_plain else ()))
         torch.library.opcheck(moe_experts_w4a16.overload, args, test_utils=kinds)
         check_compiles(moe_experts_w4a16, [args])
 
@@ -184,7 +185,6 @@ def test_registration_and_compile() -> None:
         ({"down_scale": torch.zeros(5, 3, 128, 2).half()}, "down_scale must have groups of 32, 64, 128"),
         ({"gate_up_scale": torch.zeros(5, 1, 256, 2)}, "gate_up_scale must have dtype"),
         ({"shared_down": torch.zeros(128, 128).bfloat16()}, "shared_down must be given with shared_gate_up"),
-        ({"whole_width": 192}, "whole_width must be the width of experts of which 128 are whole K splits"),
     ],
 )
 def test_errors_name_the_argument_that_does_not_fit(change: Case, message: str) -> None:
@@ -193,7 +193,7 @@ def test_errors_name_the_argument_that_does_not_fit(change: Case, message: str) 
 
 
 def two_products(case: Case, entry: str) -> torch.Tensor:
-    """The sums of a prompt's rows on two ranks: some hidden columns each, then some rows of down."""
+    """The sums of two ranks: some hidden columns each, then some rows of down."""
     half, width = case["down"].shape[2] * 2, case["down"].shape[1]
     shards = [cut(case, slice(first, first + half)) for first in (0, half)]
     names = [name for name in ("x", "ids", "gate_up", "gate_up_scale", "shared_gate_up") if name in case]
@@ -213,7 +213,7 @@ def test_products_apart_have_the_bits_of_the_whole(
     interpreter: None, is_shared_plain: bool, entry: str
 ) -> None:
     case = case_of(5, 3, 2, 256, 256, 64, is_shared_plain=is_shared_plain)
-    whole = getattr(moe_experts_w4a16, entry)(**case, prefill=True)
+    whole = getattr(moe_experts_w4a16, entry)(**case)
     assert relative_error(whole, exact(case)) < 5e-3
     assert torch.equal(two_products(case, entry), whole)
 

@@ -241,21 +241,25 @@ def test_kernel_keeps_padding_requests_and_unwritten_rows_separate(interpreter):
         ([700, 515, 130, 66, 9], 4, (4, 2), False, 0),
         ([515, 1030], 3, (3, 1), True, 1),
         ([300], 5, (6, 1), False, 70),
+        ([4, 1300, 70, 90], 2, (10, 1), False, 0),  # one long request: it has partials after its prefix
+        ([4300, 10], 1, (1, 1), False, 2000),
+        ([40, 50], 3, (2, 1), False, 5000),  # no row sees a key
     ],
 )
-def test_groups_of_splits_have_the_bits_of_splits(
-    interpreter, monkeypatch, lengths, window, heads, fp8, first_key
-):
-    """The groups are folded in a program's registers or by the kernel that combines partial results."""
+def test_prefixes_have_the_bits_of_splits(interpreter, monkeypatch, lengths, window, heads, fp8, first_key):
+    """Splits are folded in a program's registers or by the kernel that combines partial results."""
     from compiled_mtp.ops.paged_attention import kernel
 
     args = make(lengths, window, *heads, 64, dtype=torch.bfloat16, fp8=fp8)
     args[-1] = first_key
     found = []
     for most in (1 << 30, 1):
-        monkeypatch.setattr(kernel, "GROUPED_ITEMS", most)
+        monkeypatch.setattr(splits, "PREFIXED_ITEMS", most)
+        monkeypatch.setattr(kernel, "PREFIXED_ITEMS", most)
         found.append(paged_attention.launch(*args))
     assert torch.equal(*found)
+    # The counter of items is zero again.
+    assert torch.equal(paged_attention.launch(*args), found[1])
 
 
 def test_splits_cover_every_key_once(interpreter):
@@ -267,27 +271,37 @@ def test_splits_cover_every_key_once(interpreter):
         assert count_splits(keys) == 1 + sum(end < keys for end in ends)
 
 
+def prefix_end(lengths, kv_heads, programs, first_key=0):
+    """`find_prefix` in Python: the number of splits of a prefix."""
+    share = sum(lengths) * kv_heads // programs
+    items, longest = len(lengths) * kv_heads, max(lengths)
+    busy = longest // 2 if 2 * items <= programs else longest
+    if 4 * busy <= 5 * share:
+        return splits.count_splits(longest)
+    return max(1, splits.count_splits(1 + (share if items <= programs else share // 2)) - 1)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("most_keys", [64, 900, 1025, 5000, 40000, 262144])
 def test_the_buffer_holds_the_partials_of_any_lengths(kv_heads, most_keys):
-    """Of requests of any lengths, in groups or not, whatever number of programs shares them."""
+    """Of requests of any lengths, whatever number of programs shares them."""
     rng = random.Random(most_keys)
     for trial in range(300):
         requests = rng.choice((1, 16, 64, 256))
         lengths = [rng.randint(1, rng.choice((most_keys, max(1, most_keys // 99)))) for _ in range(requests)]
-        programs = rng.choice((1, 40, 264, 528, splits.MOST_PROGRAMS))
-        size = next(size for end, size in splits.SPLIT_SIZES if max(lengths) <= end)
-        keys_of_group = min(splits.GROUP_SPLITS * size, max(lengths))
-        is_grouped = 2 * kv_heads * sum(lengths) >= programs * keys_of_group
-        each = splits.GROUP_SPLITS if is_grouped else 1
-        used = sum(-(-splits.count_splits(length) // each) for length in lengths)
-        assert used <= splits.count_partials(requests, most_keys, kv_heads, True), (trial, lengths[:9])
-        assert (
-            used
-            <= splits.count_partials(requests, most_keys, kv_heads, False)
-            == requests * (splits.count_splits(most_keys))
-        )
-    assert splits.count_partials(256, 262144, 4, True) == 256 * 150
+        if trial % 2:
+            lengths = [most_keys if i < trial % 97 else 1 for i in range(requests)]
+        programs = rng.choice((40, 216, 264, splits.PREFIX_PROGRAMS))
+        most = splits.count_partials(requests, most_keys, kv_heads)
+        assert most <= requests * splits.count_splits(most_keys)
+        if requests * kv_heads < splits.PREFIXED_ITEMS:
+            assert most == requests * splits.count_splits(most_keys)
+            continue
+        prefix = prefix_end(lengths, kv_heads, programs)
+        used = requests + sum(max(0, splits.count_splits(length) - prefix) for length in lengths)
+        assert used <= most, (trial, lengths[:9])
+    assert splits.count_partials(256, 262144, 4) == 2 * 256 + 40 * 600
+    assert splits.count_partials(32, 262144, 4) == 2 * 32 + 32 * 600 * 6 // 10
 
 
 def test_a_process_whose_default_dtype_is_narrow_gets_the_same_bits():

@@ -22,6 +22,7 @@ from compiled_mtp.parallel import leader
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.communicators.threads import thread_communicators
+from tests.graphs.quickly import EXPORT_QUICKLY
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {
@@ -35,25 +36,12 @@ SHAPE: dict[str, Any] = {
 }
 PROMPT = list(range(70))
 PARAMS: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "seed": 1, "ignore_eos": True}
-# Rounds alone get kernels of their own, each of which takes a compiler seconds; with the fewest instructions.
-QUICKLY = """
-import gc
-gc.disable()
-import torch._inductor.config as inductor
-from compiled_mtp.runner import program_maker
-save = program_maker.save_program
-def save_quickly(function, *rest):
-    as_called = {"fallback_by_default": function.__name__ != "decode"}
-    with inductor.patch(as_called if hasattr(inductor, "fallback_by_default") else {}):
-        save(function, *rest)
-program_maker.save_program = save_quickly
-"""
 # Every rank does it.
 FIRST_PROCESS = f"""
 import sys
 from compiled_mtp.cli.export import main
 from compiled_mtp.parallel import ranks
-quickly = {QUICKLY!r}
+quickly = {EXPORT_QUICKLY!r}
 exec(quickly)
 first, import_main, call = ranks._CODE.rpartition("from compiled_mtp")
 ranks._CODE = first + quickly + import_main + call

@@ -516,11 +516,6 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
             {},
             "^reference_ops must be empty with several ranks on GPUs, got .'li",
         ),
-        (
-            {},
-            {"num_experts": 8, "moe_intermediate_size": 128},
-            "^moe_intermediate_size must have at least 2 K splits, got 1 of 128 columns; use fewer",
-        ),
         ({}, {"hidden_size": 129}, "^hidden_size must be a multiple of 2 ranks, got 129; use another number"),
         ({}, {}, "^intermediate_size must have at least 2 K splits, got 1 of 192 columns; use fewer"),
     ],

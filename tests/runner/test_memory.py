@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.runner.device_memory import free_device_bytes
@@ -24,6 +25,7 @@ from compiled_mtp.runner.memory import (
     MemoryPlan,
     cache_shape,
     default_max_batch,
+    fit_wide_rounds,
     length_bytes,
     limits_of,
     plan_host,
@@ -251,11 +253,11 @@ def test_more_than_a_cpu_has_for_requests_that_leave_is_named(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("device", "requests", "parts"),
-    [("cpu", 32, 0), ("cuda", 8, 600 * 32 * 24), ("cuda", 32, 150 * 128 * 24)],
+    [("cpu", 32, 0), ("cuda", 8, 8 * 600 * 4 * 24), ("cuda", 32, (2 * 32 + 32 * 360) * 4 * 24)],
 )
 def test_what_grows_with_the_longest_request_is_counted(device: str, requests: int, parts: int) -> None:
-    # 27B at 262,144 tokens, four rows of each request: 0.5 GB of parts of attention's sums for 8 requests and
-    # for 32, whose splits are in groups; 64 MiB of rotary table.
+    # 27B at 262,144 tokens, four rows of each request: 0.5 GB of attention's partial results for 8 requests,
+    # 1.2 GB for 32, whose splits are in part folded in one program; 64 MiB of rotary table.
     model: Any = SimpleNamespace(rotary_dim=64, num_q_heads=24, num_kv_heads=4, head_dim=256)
     config = SimpleNamespace(block_size=64)
     spec: Any = SimpleNamespace(config=config, model_shard=model, device=torch.device(device))
@@ -309,19 +311,45 @@ def test_what_decides_max_batch_before_memory() -> None:
     assert resolve_max_batch(spec_of(batch_sizes=(1, 12)), 1 << 20) == 12
 
 
-def test_rings_for_fifteen_drafts_are_those_of_few_slots() -> None:
-    """More slots by default do without them: they would cost slots, and only single requests use them."""
-    plain, spec = spec_of(), spec_of(lookup="auto")
-    assert [spec.for_batch(batch).max_drafts for batch in (1, 8, 9, 32)] == [15, 15, 5, 5]
-    assert plain.for_batch(8) is plain
-    assert plain.for_batch(32) is plain
-    narrow, wide = cache_shape(spec.for_batch(32)), cache_shape(spec)
-    assert (narrow.ring_length, wide.ring_length) == (16, 32)
-    # The least memory for 32 slots has no room for as many with the longer rings.
-    least = next(size for size in range(MIB, 1 << 32, MIB) if resolve_max_batch(spec, size) == 32)
-    config = spec.config
-    numbers = {"block_size": config.block_size, "max_model_len": spec.max_model_len}
-    assert default_max_batch(int(least * config.memory_utilization), wide, **numbers) < 32
+def test_wide_rounds_verify_what_the_rings_have_room_for() -> None:
+    """Rings of 16 entries, as a chain of 5 needs, have room for 7 drafts; 15 take at most a 16th of what the
+    slots leave."""
+    off, spec = spec_of(lookup="off"), spec_of(lookup="auto")
+    assert fit_wide_rounds(off, 8, 1 << 40) is off
+    seven = spec.narrow(7)
+    assert [cache_shape(one).ring_length for one in (spec.narrow(0), seven, spec)] == [16, 16, 32]
+    row_bytes, wide_bytes = (cache_shape(one).state_row_bytes() for one in (seven, spec))
+
+    def least_for(batch: int) -> int:
+        """The fewest free bytes whose slots leave 16 times what the longer rings take."""
+        slots = batch + SPARE_SLOTS
+        return int(slots * (row_bytes + 16 * (wide_bytes - row_bytes)) / spec.config.memory_utilization)
+
+    for batch in (1, 8, 256):
+        assert fit_wide_rounds(spec, batch, least_for(batch) + MIB) == spec
+        assert fit_wide_rounds(spec, batch, least_for(batch) - MIB) == seven
+        assert fit_wide_rounds(spec, batch, 0) == seven
+    # Blocks that the config asks for come first.
+    given = spec_of(lookup="auto", num_blocks=100)
+    blocks_bytes = 100 * cache_shape(given).block_bytes(given.config.block_size)
+    assert fit_wide_rounds(given, 8, least_for(8) + MIB).wide_drafts == 7
+    assert fit_wide_rounds(given, 8, least_for(8) + 2 * blocks_bytes).wide_drafts == 15
+
+
+@pytest.mark.parametrize(("mtp_step", "drafts"), [(1, 3), (2, 3), (3, 0), (4, 7), (5, 7), (7, 0)])
+def test_rings_of_a_chain_have_room_for_some_more_drafts(mtp_step: int, drafts: int) -> None:
+    """Without a byte of memory to spare."""
+    spec = fit_wide_rounds(spec_of(lookup="auto", mtp_step=mtp_step), 8, 0)
+    assert spec.wide_shapes == ((RoundShape(drafts, mtp_step),) if drafts else ())
+    assert (spec.wide_drafts, spec.wide_requests) == (drafts, min(drafts, 1))
+
+
+def test_the_default_number_of_slots_does_not_depend_on_wide_rounds() -> None:
+    spec = spec_of(lookup="auto")
+    sizes = range(MIB, 1 << 32, 64 * MIB)
+    assert [resolve_max_batch(spec, size) for size in sizes] == [
+        resolve_max_batch(spec.narrow(0), size) for size in sizes
+    ]
 
 
 def write_group(folder: Path, limit: str, use: int, active: int, inactive: int, version: int = 2) -> None:
@@ -480,7 +508,7 @@ def test_a_scheduler_has_the_numbers_of_spec_and_plan() -> None:
     assert limits.given == ()
     rows = replace(plan, num_state_rows=30 + SPARE_SLOTS)
     assert limits_of(spec_of(scoring=True), rows).given == ((3, 30), (7, 30), (15, 16))
-    both = {"max_model_len", "prefix_step", "max_prompt_chunks", "given"}
+    both = {"max_model_len", "longest", "prefix_step", "max_prompt_chunks", "given"}
     for one in fields(limits):
         if one.name not in both:
             places = [place for place in (plan, spec, spec.config) if hasattr(place, one.name)]

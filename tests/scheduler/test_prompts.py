@@ -59,6 +59,41 @@ def test_prompts_share_a_launch_in_order_and_none_is_cut_for_it(delay: int) -> N
     assert found[1:] == [[("c", 20), ("d", 1), ("e", 2)], [("f", 40)], [("f", 10), ("g", 8), ("h", 8)]]
 
 
+PADDED = {"prefill_chunk": 256, "prompt_lengths": (64, 128, 256), "max_model_len": 400}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_part_of_a_prompt_fills_the_rows_that_a_launch_has_anyway(delay: int) -> None:
+    scheduler, runner = make(delay, **PADDED)
+    # 64 + 128 rows take 256: 64 more are free. The rest of c and d take 256 too, and no prompt is left.
+    found = run(scheduler, runner, *requests_of(a=60, b=125, c=200, d=30))
+    assert found == [[("a", 60), ("b", 125), ("c", 64)], [("c", 136), ("d", 30)]]
+    # 8 rows take 64: a part has 56. Nothing comes after a part.
+    found = run(scheduler, runner, *requests_of(b=5, d=300, e=7))
+    assert found == [[("b", 5), ("d", 56)], [("d", 244), ("e", 7)]]
+
+
+def test_no_part_makes_a_launch_longer() -> None:
+    scheduler, runner = make(**PADDED)
+    # 64 rows hold two chunks: with a third the launch would have 128.
+    assert run(scheduler, runner, *requests_of(b=5, c=6, d=300)) == [
+        [("b", 5), ("c", 6)],
+        [("d", 256)],
+        [("d", 44)],
+    ]
+    # Without programs no launch has empty rows.
+    scheduler, runner = make(**(PADDED | {"prompt_lengths": ()}))
+    found = run(scheduler, runner, *requests_of(a=60, b=125, c=200, d=30))
+    assert found == [[("a", 60), ("b", 125)], [("c", 200), ("d", 30)]]
+
+
+def test_a_prompt_with_log_probabilities_gives_no_part() -> None:
+    scheduler, runner = make(**PADDED)
+    first, second = requests_of(b=5, d=300)
+    alone = request_of("alone", list(range(300)), 4, 9, prompt_logprobs=1)
+    assert run(scheduler, runner, first, alone, second)[:2] == [[("b", 5)], [("alone", 256)]]
+
+
 def test_a_launch_has_at_most_max_prompt_chunks() -> None:
     scheduler, runner = make()
     scheduler._planner.max_prompt_chunks = 1
@@ -84,6 +119,40 @@ def test_while_rounds_wait_a_launch_is_short_for_all_together(delay: int) -> Non
     stream(scheduler, runner)
     kinds = [(plan.kind, len(plan.slots)) for plan in runner.plans[num_before : num_before + 4]]
     assert [kind for kind in kinds if kind[0] == "prefill"] == [("prefill", 2), ("prefill", 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "rows"), [(1, 8), (7, 8), (8, 16), (15, 16), (16, 32), (31, 32), (60, 32)]
+)
+def test_while_rounds_wait_launches_grow_with_the_prompts_to_start(num_waiting: int, rows: int) -> None:
+    numbers = {"busy_chunk": 8, "prefill_chunk": 32, "max_batch": 64, "num_blocks": 4000}
+    scheduler, runner = make(**numbers)
+    scheduler.add(make_request("old", 3, 60, ignore_eos=True))
+    while not any(plan.kind == "decode" for plan in runner.plans):
+        step(scheduler, runner)
+    num_before = len(runner.plans)
+    for request in requests_of(**{f"r{number}": 40 for number in range(num_waiting)}):
+        scheduler.add(request)
+    while (plan := runner.plans[-1]).kind != "prefill" or len(runner.plans) == num_before:
+        step(scheduler, runner)
+    assert [len(prompt_chunk.token_ids) for prompt_chunk in plan.prompt_chunks] == [rows]
+    stream(scheduler, runner)
+
+
+def test_prompts_without_a_free_slot_make_no_launch_longer() -> None:
+    scheduler, runner = make(busy_chunk=8, prefill_chunk=32, max_batch=3, num_blocks=4000)
+    scheduler.add(make_request("old", 3, 60, ignore_eos=True))
+    scheduler.add(make_request("older", 3, 60, ignore_eos=True))
+    while not any(plan.kind == "decode" for plan in runner.plans):
+        step(scheduler, runner)
+    num_before = len(runner.plans)
+    for request in requests_of(**{f"r{number}": 20 for number in range(20)}):
+        scheduler.add(request)
+    stream(scheduler, runner)
+    prefills = [plan for plan in runner.plans[num_before:] if plan.kind == "prefill"]
+    counts = [len(prompt_chunk.token_ids) for plan in prefills for prompt_chunk in plan.prompt_chunks]
+    # The old ones end before the last prompts: then no round waits.
+    assert counts[:9] == [8, 8, 4] * 3
 
 
 @pytest.mark.parametrize("delay", [0, 1])

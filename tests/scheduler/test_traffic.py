@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from compiled_mtp.graphs.buckets import prompt_chunk_limit
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler, preempt_one
@@ -35,6 +36,7 @@ TRAFFIC = st.fixed_dictionaries(
         "real_host_blocks": st.sampled_from([None, None, 0, 3]),
         "copy_delay": st.integers(0, 3),
         "has_policies": st.booleans(),
+        "has_lengths": st.booleans(),
         "tokens_ahead": st.sampled_from([0, 0, 10, 64]),
         "num_priorities": st.sampled_from([1, 3]),
         "arrival_rate": st.sampled_from([0.05, 0.3, 1.0]),
@@ -73,6 +75,9 @@ class Traffic:
             "is_two_phase": lambda: rng.random() < 0.5,
         }
         sizes = {name: traffic[name] for name in _SIZES}
+        if traffic["has_lengths"]:
+            chunks = prompt_chunk_limit(128, traffic["max_batch"])
+            sizes |= {"prefill_chunk": 128, "prompt_lengths": (64, 128), "max_prompt_chunks": chunks}
         self.scheduler = make_scheduler(**sizes, **(policies if traffic["has_policies"] else {}))
         self.scheduler._planner._admission.tokens_ahead = traffic["tokens_ahead"]
         self.runner = FakeRunner(

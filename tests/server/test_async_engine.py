@@ -395,6 +395,32 @@ def test_what_the_stepping_thread_does_beside_steps_may_hang_too(engine: Scripte
     asyncio.run(run())
 
 
+def test_new_weights_may_take_longer_than_a_step(engine: ScriptedEngine) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def update_weights(path: str) -> str:
+        begun.set()
+        assert may_end.wait(20)
+        return path
+
+    engine.update_weights = update_weights  # type: ignore[attr-defined]
+
+    async def run() -> None:
+        async_engine = AsyncEngine(engine, step_timeout_s=0.2)
+        updating = asyncio.ensure_future(async_engine.between_steps("update_weights", "a"))
+        await asyncio.to_thread(begun.wait, 20)
+        await asyncio.sleep(0.5)
+        # A supervisor would otherwise restart the process in the middle of an update.
+        assert (async_engine.status, async_engine.step_age_s) == ("ok", 0.0)
+        stream = await async_engine.add(prompt_token_ids=[1])
+        may_end.set()
+        assert await updating == "a"
+        assert await read(stream) == engine.script
+        async_engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_loop_that_is_gone_holds_nothing_up(engine: ScriptedEngine) -> None:
     engine.script = engine.script * 1000
     engine.step_s = 0.001

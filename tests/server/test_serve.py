@@ -15,6 +15,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server import serve
 from compiled_mtp.server.config import ServerConfig
+from compiled_mtp.server.interpreter import settle_interpreter
 from tests.server.serving import ScriptedEngine, running
 
 SHIPPED = Path(EngineConfig().model)
@@ -71,7 +72,7 @@ def test_a_checkpoint_without_a_tokenizer(made: list[tuple[Any, ...]], tmp_path:
 def test_loaded_objects_are_not_scanned_by_the_garbage_collector() -> None:
     before, num_frozen = sys.getswitchinterval(), gc.get_freeze_count()
     try:
-        serve.settle_interpreter()
+        settle_interpreter()
         assert gc.get_freeze_count() > num_frozen + 10_000
         assert sys.getswitchinterval() < before
     finally:

@@ -77,7 +77,7 @@ def test_a_machine_that_becomes_faster_is_noticed() -> None:
 def test_the_depth_learns_nothing_from_looked_up_rounds() -> None:
     """Their tokens say how the text repeats itself, not how well a chain drafts."""
     seconds = [0.0]
-    policies = [DepthPolicy((1, 3), (1, 2), lambda: seconds[0], max_drafts=WIDTH) for _ in range(2)]
+    policies = [DepthPolicy((1, 3), (1, 2), lambda: seconds[0], wide_drafts=WIDTH) for _ in range(2)]
     for step_id in range(60):
         is_looked_up = step_id % 3 == 0
         for policy in policies:
@@ -99,7 +99,7 @@ def test_the_depth_learns_nothing_from_looked_up_rounds() -> None:
 
 
 def test_requests_beside_a_looked_up_one_still_teach_the_depth() -> None:
-    policy = DepthPolicy((3,), (1, 2), max_drafts=WIDTH)
+    policy = DepthPolicy((3,), (1, 2), wide_drafts=WIDTH)
     plan = StepPlan(0, "decode", (1, 2), (1, 1), RoundShape(3, 3), num_drafts=3)
     policy.launch(plan)
     policy.read(StepResult(plan, [[1, 2, 3, 4], [5, 6]], matches=[[5, 0], [0, 0]]))

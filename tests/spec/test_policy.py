@@ -134,7 +134,7 @@ def test_first_tokens_ask_without_counting_and_a_depth_that_becomes_ready_is_cou
     assert policy.choose(0, 0, is_two_phase=False) == 3
     assert policy.choose(2, 10_000, is_two_phase=False) == 3
     assert policy.rounds() == {3: {"best": 0, "probe": 0, "retry": 0, "only": 1}}
-    policy.add_depth(0)
+    policy.add_depths((0,))
     policy.choose(1, 10, is_two_phase=True)
     assert policy.rounds()[0] == {"best": 0, "probe": 0, "retry": 0, "only": 0}
     assert policy.rounds()[3]["best"] == 1

@@ -29,8 +29,10 @@ def history(bench_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_edits_take_fewer_rounds_with_lookup(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_engine.main([*FLAGS, "--texts=2", "--rates=2.6"])
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    bench_engine.main([*FLAGS, "--texts=2", "--rates=none,2.6"])
+    printed = capsys.readouterr()
+    line = json.loads(printed.out.splitlines()[-1])
+    assert [json.loads(row) for row in printed.err.splitlines() if row.startswith("{")] == line["rows"]
     assert (line["max_drafts"], line["only_insertions"]) == (15, 0)
     assert {(row["kind"], row["batch"], row["texts"]) for row in line["rows"]} == {("edits", 1, 2)}
     assert line["added_lines"] > line["removed_lines"]
@@ -45,6 +47,16 @@ def test_prose_may_use_the_models_own_chain(bench_engine: Any, capsys: pytest.Ca
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["chain"] for row in line["rows"]] == ["none", "own", "own"]
     assert all(row["tokens_per_round"] >= 1.0 for row in line["rows"])
+
+
+def test_one_setting_with_more_slots(bench_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_engine.main([*FLAGS, "--texts=1", "--rates=3.7", "--lookup=auto", "--max-batch=9"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["chain"], row["lookup"]) for row in line["rows"]] == [("3.7", "auto")]
+    assert line["max_drafts"] == 15
+    with pytest.raises(SystemExit, match="2"):
+        bench_engine.main([*FLAGS, "--lookup=on"])
+    assert "must name some of off, auto, got 'on'" in capsys.readouterr().err
 
 
 def test_nothing_is_printed_for_other_tokens(
@@ -62,7 +74,7 @@ def test_nothing_is_printed_for_other_tokens(
 def test_several_texts_at_a_time_decode_a_part_of_each_output(
     bench_engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--kind=edits,random", "--texts=2", "--batch=2", "--most-output=40", "--rates=2.6"]
+    given = ["--kind=edits,random", "--texts=2", "--batch=2", "--most-output=40", "--rates=none,2.6"]
     bench_engine.main([*FLAGS, *given])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["kind"] for row in rows] == ["edits"] * 3 + ["random"] * 3

@@ -130,6 +130,9 @@ def damaged() -> Iterator[tuple[str, Callable[[], Any], str]]:
     yield "png of depth 3", lambda: png_of(64, 64, depth=3), readable
     yield "png of kind 9", lambda: png_of(64, 64, kind=9), readable
     yield "png of 16 bits", lambda: encoded(Image.new("I;16", (64, 64)), "PNG"), "have one of the modes"
+    for kind in (2, 4, 6):
+        wide = png_of(64, 64, depth=16, kind=kind, content=zlib.compress(bytes(64 * (1 + 64 * 8))))
+        yield f"png of 16 bits, kind {kind}", lambda wide=wide: wide, "have 8 bits a channel, got 16 bits"
     yield "gif that moves", lambda: _animated("GIF"), "be a still picture, got an animation"
     yield "webp that moves", lambda: _animated("WEBP"), "be a still picture, got an animation"
     yield "png that moves", lambda: _animated("PNG"), "be a still picture, got an animation"

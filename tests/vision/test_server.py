@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.server
 import io
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anthropic
 import httpx
@@ -195,6 +197,14 @@ def make_stream(engine: Engine, chat: Any, images: Any, params: SamplingParams) 
         ([{"type": "image_url", "image_url": "data:x"}], "image_url must hold base64 after a comma"),
         ([{"type": "image_url"}], "must have a field image_url"),
         ([{"type": "text"}], "must have a field text"),
+        (
+            [{"type": "text", "text": "a", "image_url": {"url": "data:x"}}],
+            "must have no field image_url beside text",
+        ),
+        (
+            [{"type": "image_url", "text": "a", "image_url": {"url": "data:x"}}],
+            "must have no field text beside image_url",
+        ),
     ],
 )
 def test_one_line_and_400(server: Running, content: Any, says: str) -> None:
@@ -219,6 +229,10 @@ def test_an_engine_without_images_says_so(dense: Path) -> None:
         assert answer.json()["error"]["message"].startswith(
             "images must be left out, got 1; start the engine"
         )
+
+
+def test_a_service_without_hosts_and_root_fetches_nothing(dense: Path) -> None:
+    with running(make_engine(dense, max_images=1), dense) as plain:
         refused = ask(plain, content_of("http://localhost/a.png"))
         assert "image_url must be a data URI, got http://localhost" in refused.json()["error"]["message"]
         refused = ask(plain, content_of("file:///a.png"))
@@ -226,9 +240,18 @@ def test_an_engine_without_images_says_so(dense: Path) -> None:
 
 
 class _Site(http.server.BaseHTTPRequestHandler):
-    """Serves an image, redirects, and what is not an image."""
+    """Serves an image, redirects, what is not an image, and a byte at a time what never ends."""
+
+    paths: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
+        self.paths.append(self.path)
+        if self.path in ("/slow-head", "/slow-body"):
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n" + (b"\r\n" if self.path == "/slow-body" else b""))
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
         if self.path.startswith("/to?"):
             self.send_response(302)
             self.send_header("Location", self.path.removeprefix("/to?"))
@@ -278,11 +301,32 @@ def test_allowed_addresses(server: Running, site: str, wanted: tuple[str, int]) 
         (f"file://{root}/large.png", "image_url must have at most 65536 bytes"),
         (f"file://{root}/../../etc/passwd", "name a file in media_root"),
         (f"file://{root}/%2e%2e/x", "name a file in media_root"),
+        (f"file://{root}/image.png%00", "name a file in media_root"),
         (f"file://host{root}/image.png", "name a file in media_root"),
     ):
         answer = ask(server, content_of(url))
         assert answer.status_code == 400, url
         assert says in answer.json()["error"]["message"], url
+
+
+@pytest.mark.parametrize("path", ["slow-head", "slow-body"])
+def test_a_host_that_sends_a_byte_at_a_time_is_left_at_the_deadline(
+    server: Running, site: str, path: str
+) -> None:
+    begin = time.monotonic()
+    answer = ask(server, content_of(f"{site}/{path}"))
+    assert answer.status_code == 400
+    assert "image_url must arrive within 3 seconds" in answer.json()["error"]["message"]
+    assert time.monotonic() - begin < 20
+
+
+def test_too_many_images_are_refused_before_one_is_fetched(server: Running, site: str) -> None:
+    _Site.paths.clear()
+    turns = [{"role": "user", "content": content_of(f"{site}/image.png", f"{site}/image.png")}] * 2
+    answer = ask(server, "", messages=turns)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert answer.json()["error"]["message"] == "images must be at most 3, got 4; raise max_images"
+    assert not _Site.paths
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from compiled_mtp.vision.positions import rotary_positions
 from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
 from tests.engines import LateCopyStream, make_engine, run_to_end
-from tests.vision.checkpoints import VisionOracle
+from tests.vision.checkpoints import VisionOracle, write_vision_checkpoint
 from tests.vision.traffic import (
     COUNT,
     SIZES,
@@ -225,6 +225,27 @@ def test_an_engine_that_has_slept_sees_the_same(dense: Path) -> None:
         engine.wake_up()
     assert found[0] == found[1]
     assert engine.stats().images == 2
+
+
+def test_new_weights_of_an_engine_with_images(dense: Path, tmp_path: Path) -> None:
+    """From a directory, awake and asleep: text and images as in a new engine; the towers are equal."""
+    other = write_vision_checkpoint(tmp_path, seed=1)
+    prompt, expected = make_prompt(SIZES[1], 1, pad_of(dense)), list[list[int]]()
+    for path in (dense, other):
+        fresh = engine_with_images(path, mtp_step=0)
+        add(fresh, "a", prompt, GREEDY)
+        expected.append(run_to_end(fresh)["a"])
+    engine = engine_with_images(dense, mtp_step=1)
+
+    def tokens() -> list[int]:
+        add(engine, "a", prompt, GREEDY)
+        return run_to_end(engine)["a"]
+
+    engine.update_weights(other)
+    assert tokens() == expected[1] != expected[0]
+    engine.sleep()
+    engine.wake_up(dense)
+    assert tokens() == expected[0]
 
 
 def test_statistics_count_images_apart(dense: Path) -> None:

@@ -20,6 +20,7 @@ from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.runner.assemble import Progress
 
 T = TypeVar("T")
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
@@ -125,6 +126,7 @@ def open_engine(
     *,
     kind: Callable[..., AnyEngine],
     folder: Path | None = None,
+    progress: Progress | None = None,
     **given: Any,
 ) -> AnyEngine:
     """Return the engine of a checkpoint or of a shape; `given` replaces fields that the flags set.
@@ -133,13 +135,13 @@ def open_engine(
     """
     config = EngineConfig(**(settings(flags) | given))
     if flags.shape is None:
-        return kind(config, frontend=open_frontend(config))
+        return kind(config, progress=progress, frontend=open_frontend(config))
     model, tokenizer = shape_config(flags.shape, is_fp8=flags.fp8), None
     if folder is not None:
         write_tokenizer(folder, model.vocab_size)
         tokenizer = Tokenizer(folder)
     frontend = RequestProcessor(folder or flags.model, model, tokenizer, config.resolve_max_model_len(model))
-    return kind(config, frontend=frontend, fill=fill_same)
+    return kind(config, progress=progress, frontend=frontend, fill=fill_same)
 
 
 def draw_prompts(rng: random.Random, prompts: int, length: int, vocab_size: int) -> list[list[int]]:

@@ -21,11 +21,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from compiled_mtp.benchmarks.released_shapes import rate_for
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.runner import spec
 from engine_scenarios import common
 from engine_scenarios.lookup import RATED_DEPTH, Text, force_outputs, git
 from engine_scenarios.overhead import Client, serving
@@ -122,7 +124,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     rate = None if flags.rate is None else rate_for(flags.rate, RATED_DEPTH)
     rows: dict[str, list[dict[str, Any]]] = {}
     for lookup in ("off", "auto"):
-        with tempfile.TemporaryDirectory() as name:
+        with tempfile.TemporaryDirectory() as name, patch.object(spec, "_GIVEN_DRAFTS", ()):
             engine = common.open_engine(
                 flags,
                 kind=Engine,

@@ -12,6 +12,7 @@ Looked-up drafts are compared with the forced ids. A chain's drafts are kept by 
 chain of three alone gives --rates tokens per round on average; --own-chain compares the model's own drafts
 too. "none" is a chain that is never right: what the text gives by itself. Texts are in the ids of the
 tokenizer that ships, for every shape. Tokens per second count the steps in which --batch texts are decoded.
+Rows go to stderr as soon as they are known.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import json
 import random
 import statistics
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -36,10 +38,12 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.plan import Admit, StepPlan
 from compiled_mtp.request import RequestMetrics, SamplingParams
+from compiled_mtp.runner import spec
 from engine_scenarios import common
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("edits", "prose", "random")
+LOOKUPS = ("off", "auto")
 QUESTION = "\n# The same file after the change:\n"
 LEAST_TOKENS = 60
 # The chain whose tokens per round --rates names.
@@ -68,24 +72,44 @@ class Speed(NamedTuple):
     metrics: list[RequestMetrics]
 
 
-def kinds(text: str) -> list[str]:
-    """Parse the flag --kind."""
+def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return the parser of a flag that lists some of `names`."""
+
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        if not set(found) <= set(names):
+            raise argparse.ArgumentTypeError(f"must name some of {', '.join(names)}, got {text!r}")
+        return found
+
+    return parse
+
+
+def chains(text: str) -> dict[str, float | None]:
+    """Parse the flag --rates: acceptance rates by name."""
     names = text.split(",")
-    if not set(names) <= set(KINDS):
-        raise argparse.ArgumentTypeError(f"must name some of {', '.join(KINDS)}, got {text!r}")
-    return names
+    return {name: 0.0 if name == "none" else rate_for(float(name), RATED_DEPTH) for name in names}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser, may_be_auto=True)
-    parser.add_argument("--kind", type=kinds, default=["edits"], help=f"of {', '.join(KINDS)}")
+    common.add_clock_flag(parser)
+    parser.add_argument("--kind", type=some_of(KINDS), default=["edits"], help=f"of {', '.join(KINDS)}")
     parser.add_argument("--texts", type=common.count, default=200, help="how many of each kind")
     parser.add_argument("--batch", type=common.numbers, default=[1], help="texts decoded at a time")
+    parser.add_argument("--max-batch", type=common.count, help="slots; default: the largest --batch")
+    parser.add_argument(
+        "--lookup", type=some_of(LOOKUPS), default=[*LOOKUPS], help=f"of {', '.join(LOOKUPS)}"
+    )
     parser.add_argument("--most-tokens", type=common.count, default=2000, help="of prompt or output")
     parser.add_argument(
         "--most-output", type=common.count, help="decode so many tokens from a random place of each output on"
     )
-    parser.add_argument("--rates", default="2.6,3.3,3.7", help="tokens per round of a chain of three alone")
+    parser.add_argument(
+        "--rates",
+        type=chains,
+        default=chains("none,2.6,3.3,3.7"),
+        help="tokens per round of a chain of three alone, or none",
+    )
     parser.add_argument("--own-chain", action="store_true", help="compare the model's own drafts, too")
     parser.add_argument(
         "--tuning", action="store_true", help="take the half of the edits that thresholds may be tuned on"
@@ -181,19 +205,27 @@ def force_outputs(engine: Engine) -> dict[int, Text]:
 
 def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[int, Text]]:
     """Return an engine, and what forces its outputs."""
-    engine = common.open_engine(
-        flags,
-        kind=Engine,
-        max_batch=max(flags.batch),
-        max_model_len=2 * flags.most_tokens + 64,
-        lookup=lookup,
-        scoring=True,
-        synthetic_acceptance=0.0,
-    )
+    # Scoring forces outputs. Without its own rounds, whose rings have 32 entries, rings are those of users.
+    with patch.object(spec, "_GIVEN_DRAFTS", ()):
+        engine = common.open_engine(
+            flags,
+            kind=Engine,
+            max_batch=flags.max_batch or max(flags.batch),
+            max_model_len=2 * flags.most_tokens + 64,
+            lookup=lookup,
+            scoring=True,
+            synthetic_acceptance=0.0,
+        )
     return engine, force_outputs(engine)
 
 
-def decode(engine: Engine, forced: dict[int, Text], group: Sequence[Text], rate: float | None) -> Speed:
+def decode(
+    engine: Engine,
+    forced: dict[int, Text],
+    group: Sequence[Text],
+    rate: float | None,
+    clock: Callable[[], float],
+) -> Speed:
     """Decode texts together with a chain of that rate, None for the model's own.
 
     Raises AssertionError for other tokens.
@@ -207,9 +239,9 @@ def decode(engine: Engine, forced: dict[int, Text], group: Sequence[Text], rate:
     made: dict[str, list[int]] = {str(index): [] for index in forced}
     metrics, tokens, seconds = list[RequestMetrics](), 0, 0.0
     while engine.has_unfinished_requests():
-        are_all_decoded, begin = all(made.values()) and not metrics, time.perf_counter()
+        are_all_decoded, begin = all(made.values()) and not metrics, clock()
         outputs = engine.step()
-        took = time.perf_counter() - begin
+        took = clock() - begin
         for output in outputs:
             made[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
@@ -230,13 +262,9 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         lines = "".join(json.dumps(edit._asdict()) + "\n" for edit in edits)
         flags.save_edits.write_text(lines, encoding="utf-8")
         return {"edits": len(edits), **sizes(edits)}
-    engines = {lookup: open_engine(flags, lookup) for lookup in ("off", "auto")}
-    engine = engines["off"][0]
-    rates: dict[str, float | None] = {"none": 0.0}
-    if flags.own_chain:
-        rates["own"] = None
-    else:
-        rates |= {name: rate_for(float(name), RATED_DEPTH) for name in flags.rates.split(",")}
+    engines = {lookup: open_engine(flags, lookup) for lookup in flags.lookup}
+    engine = next(iter(engines.values()))[0]
+    rates = {"none": 0.0, "own": None} if flags.own_chain else flags.rates
     ways = [(name, lookup) for name in rates for lookup in engines if (name, lookup) != ("none", "off")]
     rows = []
     for kind in flags.kind:
@@ -246,17 +274,17 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
             found: dict[tuple[str, str], list[Speed]] = {way: [] for way in ways}
             for turn, group in enumerate(groups):
                 for name, lookup in common.in_turn(ways, turn):
-                    found[name, lookup].append(decode(*engines[lookup], group, rates[name]))
-            rows += [
-                {"kind": kind, "batch": batch, "texts": len(groups) * batch, "chain": name, "lookup": lookup}
-                | row(speeds)
-                for (name, lookup), speeds in found.items()
-            ]
+                    decoded = decode(*engines[lookup], group, rates[name], common.clock(flags))
+                    found[name, lookup].append(decoded)
+            for (name, lookup), speeds in found.items():
+                case = {"kind": kind, "batch": batch, "texts": len(groups) * batch, "chain": name}
+                rows.append(case | {"lookup": lookup} | row(speeds))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     line = {
         "shape": flags.shape or flags.model.name,
         "device": common.device_name(engine),
         "mtp_step": flags.mtp_step,
-        "max_drafts": engines["auto"][0].runner.spec.max_drafts,
+        "max_drafts": max(engine.runner.spec.max_drafts for engine, _ in engines.values()),
         "rows": rows,
     }
     for engine, _ in engines.values():

@@ -40,7 +40,8 @@ from compiled_mtp.benchmarks.released_shapes import rate_for
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.server.config import ServerConfig
-from compiled_mtp.server.serve import Server, make_service, settle_interpreter
+from compiled_mtp.server.interpreter import settle_interpreter
+from compiled_mtp.server.serve import Server, make_service
 from engine_scenarios import common, stream_client
 
 PREFILL_CHUNK, LEAST_ROUNDS = 64, 10

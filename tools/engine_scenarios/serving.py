@@ -11,8 +11,9 @@ an AsyncEngine in this process: the tool needs no web server, and `overhead` say
 Seconds of a run are the sum of rounds_s, prompts_s and idle_s: a launch's time begins at its launch or at the
 previous result, whichever is later, and ends at its result. idle_s: nothing was in flight. late: the share of
 results that were ready before the host asked for them. padding: the share of empty places in the rounds'
-buckets. host_us: the host's time per launch without its waits for a GPU. Tokens of requests that run
-together must equal those of each alone; otherwise nothing is printed.
+buckets; prompt_padding: the share of empty rows in prompts' launches. host_us: the host's time per launch
+without its waits for a GPU. Tokens of requests that run together must equal those of each alone; otherwise
+nothing is printed.
 
 --beside FILE adds saved rows of the same load to each row.
 """
@@ -43,8 +44,10 @@ from compiled_mtp.benchmarks.serving_rows import (
     with_beside,
 )
 from compiled_mtp.engine import Engine
+from compiled_mtp.graphs.buckets import lay_out, pick_prefill_length
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.server.interpreter import settle_interpreter
 from engine_scenarios import common
 
 CHECKED, CHECKED_TOKENS = 12, 16
@@ -54,12 +57,13 @@ CHECKED, CHECKED_TOKENS = 12, 16
 class Timeline:
     """Shares the time between results among the launches whose results they are.
 
-    rounds: (requests, size of the bucket, depth, seconds) of each; prompts: (rows, seconds) of each launch.
+    rounds: (requests, size of the bucket, depth, seconds) of each; prompts: (tokens, rows with padding,
+    seconds) of each launch.
     """
 
     engine: Engine
     rounds: list[tuple[int, int, int, float]] = dataclasses.field(default_factory=list)
-    prompts: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    prompts: list[tuple[int, int, float]] = dataclasses.field(default_factory=list)
     idle_s: float = 0.0
     num_late: int = 0
 
@@ -96,7 +100,15 @@ class Timeline:
             size = self._sizes[bisect_left(self._sizes, len(plan.slots))]
             self.rounds.append((len(plan.slots), size, plan.shape.verify, seconds))
         else:
-            self.prompts.append((sum(len(chunk.token_ids) for chunk in plan.prompt_chunks), seconds))
+            counts = [len(chunk.token_ids) for chunk in plan.prompt_chunks]
+            self.prompts.append((sum(counts), self._padded(counts), seconds))
+
+    def _padded(self, counts: list[int]) -> int:
+        """The rows of a launch of prompt chunks of so many tokens."""
+        programs, (_, end) = self.engine.runner.programs, lay_out(counts)
+        if not programs.has_shapes:
+            return end
+        return pick_prefill_length(programs.lengths, end, len(counts), programs.max_batch)
 
     def parts(self, seconds: float) -> dict[str, Any]:
         """Return where `seconds` went."""
@@ -104,15 +116,20 @@ class Timeline:
         by_shape: dict[tuple[int, int], list[float]] = {}
         for _, size, depth, spent in self.rounds:
             by_shape.setdefault((size, depth), []).append(spent)
+        by_rows: dict[int, list[float]] = {}
+        for _, rows, spent in self.prompts:
+            by_rows.setdefault(rows, []).append(spent)
+        tokens = sum(count for count, _, _ in self.prompts)
         places = sum(size for _, size, _, _ in self.rounds)
         used = sum(count for count, _, _, _ in self.rounds)
         host_s = seconds - self.engine.runner.waited_s
         return {
             "rounds_s": round(sum(spent for *_, spent in self.rounds), 3),
-            "prompts_s": round(sum(spent for _, spent in self.prompts), 3),
+            "prompts_s": round(sum(spent for *_, spent in self.prompts), 3),
             "idle_s": round(self.idle_s, 3),
             "late": round(self.num_late / launches, 3),
             "padding": round(1 - used / places, 3),
+            "prompt_padding": round(1 - tokens / sum(rows for _, rows, _ in self.prompts), 3),
             "host_us": round(1e6 * host_s / launches, 1),
             "rounds": {
                 f"{size} at depth {depth}": [len(found), round(1e3 * statistics.median(found), 3)]
@@ -120,7 +137,11 @@ class Timeline:
             },
             "requests_per_round": round(used / len(self.rounds), 1),
             "prompt_launches": len(self.prompts),
-            "rows_per_prompt_launch": round(sum(rows for rows, _ in self.prompts) / len(self.prompts), 1),
+            "tokens_per_prompt_launch": round(tokens / len(self.prompts), 1),
+            "prompt_ms": {
+                rows: [len(found), round(1e3 * statistics.median(found), 3)]
+                for rows, found in sorted(by_rows.items())
+            },
         }
 
 
@@ -194,7 +215,7 @@ def measure(
         "output_tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 1),
         "ttft_ms": percentiles([1e3 * answer.first_s for answer in answers]),
-        "itl_ms": percentiles([1e3 * answer.inter_token_s for answer in answers if answer.tokens > 1]),
+        "tpot_ms": percentiles([1e3 * answer.inter_token_s for answer in answers if answer.tokens > 1]),
         "parts": timeline.parts(seconds),
     }
 
@@ -240,6 +261,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "mtp_step": flags.mtp_step,
     }
     timeline, rows = Timeline(engine), list[dict[str, Any]]()
+    settle_interpreter()
     # The clients' coroutines and the stepping thread share one interpreter.
     stepped = AsyncEngine(engine, max_open=max(flags.requests or 0, 4 * max(flags.streams)))
     for lengths in flags.lengths:

@@ -1,8 +1,9 @@
 """Cases of `moe_experts`, `moe_experts_blocks`, `moe_experts_w4a16` and `moe_experts_w8a8`: the block after
 the router.
 
---set prefill=1 for a prompt's rows; of four-bit weights group=32 or 64 for smaller groups, and shared=1 for a
-plain shared expert; codes=1 for scaled codes alone, in the pairs of kinds of KIND_PAIRS.
+--set prefill=1 for a prompt's rows, which codes multiply as any others; of four-bit weights group=32 or 64
+for smaller groups, and shared=1 for a plain shared expert; codes=1 for scaled codes alone, in the pairs of
+kinds of KIND_PAIRS.
 """
 
 from __future__ import annotations
@@ -102,7 +103,6 @@ def four_bit_inputs(
     rows: int,
     group: int = 128,
     is_shared_plain: bool = False,
-    prefill: bool = False,
 ) -> tuple[Any, ...]:
     """Arguments of moe_experts_w4a16, whose values have about the size of those of `make_inputs`."""
     source = Source(device, seed)
@@ -125,7 +125,7 @@ def four_bit_inputs(
     if is_shared_plain:
         sizes = ((2 * inner, width), (width, inner))
         shared = tuple((source.normal(n, k) * k**-0.5).to(BF16) for n, k in sizes)
-    return x, weights, ids, gate_up, down, gate_up_scale, down_scale, *shared, prefill
+    return x, weights, ids, gate_up, down, gate_up_scale, down_scale, *shared
 
 
 def block_inputs(
@@ -134,7 +134,6 @@ def block_inputs(
     shape: ModelShape,
     rows: int,
     kinds: tuple[str, str] = KIND_PAIRS[0],
-    prefill: bool = False,
 ) -> tuple[Any, ...]:
     """Arguments of moe_experts_blocks, with experts of two kinds: gate and up, and down."""
     source = Source(device, seed)
@@ -155,15 +154,15 @@ def block_inputs(
     sizes = ((2 * inner, width), (width, inner))
     gate_up, down = (weight(*size, kind) for size, kind in zip(sizes, kinds, strict=True))
     shared = [(source.normal(n, k) * k**-0.5).to(BF16) for n, k in sizes]
-    return x, weights, ids, gate_up[0], down[0], gate_up[1], down[1], *shared, *kinds, prefill
+    return x, weights, ids, gate_up[0], down[0], gate_up[1], down[1], *shared, *kinds
 
 
-def block_case(shape: ModelShape, rows: int, kinds: tuple[str, str], prefill: bool, count: int) -> OpCase:
+def block_case(shape: ModelShape, rows: int, kinds: tuple[str, str], count: int) -> OpCase:
     """Experts in scaled codes, of which `count` distinct ones are read, the plain shared one included."""
     numbers = shape.hidden * shape.expert_intermediate
     bits = [KINDS[kind].bits_per_value for kind in kinds]
     size = int(numbers * (2 * bits[0] + bits[1]) / 8)
-    make = functools.partial(block_inputs, shape=shape, rows=rows, kinds=kinds, prefill=prefill)
+    make = functools.partial(block_inputs, shape=shape, rows=rows, kinds=kinds)
     return OpCase(
         label=f"{count} distinct experts {' and '.join(kinds)}",
         make_inputs=make,
@@ -176,14 +175,13 @@ def block_case(shape: ModelShape, rows: int, kinds: tuple[str, str], prefill: bo
 def four_bit_case(shape: ModelShape, rows: int, settings: Mapping[str, int], count: int) -> OpCase:
     """Four-bit weights, of which `count` distinct experts are read."""
     group, is_shared_plain = settings.get("group", 128), bool(settings.get("shared", 0))
-    prefill = bool(settings.get("prefill", 0))
     numbers = 3 * shape.hidden * shape.expert_intermediate
     size = numbers // 2 + numbers // group * 4
     beside = numbers * 2 - size if is_shared_plain else 0
     make = functools.partial(four_bit_inputs, shape=shape, rows=rows, group=group)
     return OpCase(
         label=f"{count} distinct experts int4 g{group}",
-        make_inputs=functools.partial(make, is_shared_plain=is_shared_plain, prefill=prefill),
+        make_inputs=functools.partial(make, is_shared_plain=is_shared_plain),
         call=moe_experts_w4a16,
         bytes_moved=count * size + beside + 4 * rows * shape.hidden,
         check=functools.partial(check_reference, moe_experts_w4a16, most=MAX_RELATIVE_ERROR),
@@ -200,7 +198,7 @@ def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpC
     chosen = routing(shape, rows).unique()
     prefill = bool(settings.get("prefill", 0))
     if settings.get("codes", 0):
-        return [block_case(shape, rows, kinds, prefill, len(chosen)) for kinds in KIND_PAIRS]
+        return [block_case(shape, rows, kinds, len(chosen)) for kinds in KIND_PAIRS]
     result = [four_bit_case(shape, rows, settings, len(chosen))]
     for fp8 in (False, True) if settings.get("fp8", 1) else (False,):
         size = 3 * shape.hidden * shape.expert_intermediate * (1 if fp8 else 2)
@@ -288,25 +286,22 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         )
         call = functools.partial(moe_experts, prefill=name == "prefill")
         yield launch(f"{name}-{dtype_label(dtype)}", call, make, dtype)
-    # Tiles of 16 and of 32 pairs, and a prompt's.
-    for name, rows in (("decode", ROWS), ("many", 512), ("prefill", PREFILL_ROWS)):
-        for group, is_shared_plain in ((128, False), (128, True), (64, False), (32, False)):
+    # Tiles of 8, 16, 32 and 64 pairs; only the first for all formats.
+    groups = ((128, False), (128, True), (64, False), (32, False))
+    for rows in (ROWS, 256, 512, PREFILL_ROWS):
+        for group, is_shared_plain in groups if rows == ROWS else groups[:1]:
             inputs = functools.partial(
                 four_bit_inputs,
                 shape=SHAPES["35b-a3b"],
                 rows=rows,
                 group=group,
                 is_shared_plain=is_shared_plain,
-                prefill=name == "prefill",
             )
-            label = f"{name}-int4-g{group}{'-plain-shared' if is_shared_plain else ''}"
+            label = f"{rows}-int4-g{group}{'-plain-shared' if is_shared_plain else ''}"
             yield launch(label, moe_experts_w4a16, inputs)
-    for name, rows, pairs in (("decode", ROWS, KIND_PAIRS), ("prefill", PREFILL_ROWS, KIND_PAIRS[:1])):
-        for kinds in pairs:
-            inputs = functools.partial(
-                block_inputs, shape=SHAPES["35b-a3b"], rows=rows, kinds=kinds, prefill=name == "prefill"
-            )
-            yield launch(f"{name}-{'-'.join(kinds)}", moe_experts_blocks, inputs)
+        for kinds in KIND_PAIRS if rows == ROWS else KIND_PAIRS[:1]:
+            inputs = functools.partial(block_inputs, shape=SHAPES["35b-a3b"], rows=rows, kinds=kinds)
+            yield launch(f"{rows}-{'-'.join(kinds)}", moe_experts_blocks, inputs)
     shards = functools.partial(expert_shards, rows=PREFILL_ROWS, is_fp8=False)
     yield LaunchCase("halves", shards)
     for name, is_shared_plain in (("halves-int4", False), ("halves-int4-plain-shared", True)):

@@ -110,8 +110,8 @@ def launches(capability: int) -> Iterator[LaunchCase]:
                 continue
             for name, window, requests in (
                 ("verify", WINDOW, 1),
-                # So many requests that a program may have a group of splits.
-                ("grouped-verify", WINDOW, 32),
+                # So many requests that a program folds several splits.
+                ("prefixed-verify", WINDOW, 32),
                 ("prefill", PREFILL_ROWS, 1),
                 ("short-prefill", 128, 1),
             ):
