@@ -19,9 +19,11 @@ STEP_BYTES = 128
 # measured on an H200 with 27B's and 4B's products of 128 to 1,024 rows.
 LEAST_ROWS = {2: 128, 1: 65}
 LEAST_PRODUCTS = {2: 9_000_000_000, 1: 3_300_000_000}
-# The same for a gated product, and for one whose K splits a norm adds.
+# The same for a gated product, and for one whose K splits a norm adds; of that the weight decides.
 MANY_ROWS = 129
-LEAST_PARTS_PRODUCTS = 7_000_000_000
+LEAST_WEIGHT = 10_000_000
+# K splits that it stores apart from MANY_ROWS rows on: the norm reads few, and most processors have a task.
+MANY_ROWS_PARTS = 2
 # Beyond, one share per row tile leaves too many processors idle.
 MOST_ROWS = 4096
 
@@ -120,12 +122,17 @@ def choose_product(
     return min(products, key=lambda product: min(product.whole_us, product.cut_us))
 
 
+def has_few_parts(device: Device, n: int, k: int) -> bool:
+    """Return whether a product before a norm has MANY_ROWS_PARTS parts from MANY_ROWS rows on."""
+    return device.has_copy_engine and device.arch == ARCH and n * k >= LEAST_WEIGHT
+
+
 def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, gated: bool) -> bool:
     """Return whether the kernel is faster than others with so many rows of a weight [n, k]."""
     if rows > MOST_ROWS:
         return False
     if parts > 1:
-        return rows >= MANY_ROWS and rows * n * k >= LEAST_PARTS_PRODUCTS
+        return rows >= MANY_ROWS and n * k >= LEAST_WEIGHT
     least_rows = MANY_ROWS if gated else LEAST_ROWS[itemsize]
     return rows >= least_rows and rows * n * k >= LEAST_PRODUCTS[itemsize]
 

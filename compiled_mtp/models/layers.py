@@ -20,6 +20,7 @@ from compiled_mtp.models.weight_format import PLAIN, ParameterFactory, WeightFor
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.ops.linear import (
+    MANY_ROWS,
     NARROW_ROWS,
     count_partials,
     linear,
@@ -111,7 +112,7 @@ class Linear(nn.Module):
         self.has_prompt_order = make.device.type != "cpu"
         self.whole_k = in_features * communicator.world if communicator is not None and is_before_norm else 0
         # Of this rank's shard; the communicator adds the partials of all ranks.
-        self.num_partials, self.num_large_m_partials = self._partial_counts()
+        self.num_partials, self.num_large_m_partials, self.num_many_rows_partials = self._partial_counts()
         # `choose_resident` decides. A communicator needs fences. So does a draft's layer, which reads early
         # positions and slots that were written just before it: fc, which is never resident, is that fence.
         self.may_be_resident = may_be_resident and communicator is None
@@ -176,31 +177,38 @@ class Linear(nn.Module):
         assert self.weight_scale is not None
         return self.weight, self.weight_scale
 
-    def _partial_counts(self) -> tuple[int, int]:
-        """The numbers of partials of a product of few rows and of a large-M product."""
+    def _partial_counts(self) -> tuple[int, int, int]:
+        """The numbers of partials of few rows, of a large-M product, and from MANY_ROWS rows on."""
         count = count_w8a8_partials if self.quantizes_rows else count_partials
         if self.has_codes:
             count = count_w4a16_partials
         if self.parts is not None:
             if len(self.parts) > 1:
-                return 1, 1
+                return 1, 1, 1
             few = count_blocks_partials(self.weight, 1, self.parts.name, self.whole_k)
-            return few, few
-        few, many = (count(self.weight, rows, whole_k=self.whole_k) for rows in (1, NARROW_ROWS + 1))
-        return few, many
+            return few, few, few
+        sizes = (1, NARROW_ROWS + 1, NARROW_ROWS + 1 if self.has_codes else MANY_ROWS)
+        few, large, many = (count(self.weight, rows, whole_k=self.whole_k) for rows in sizes)
+        return few, large, many
 
     @property
     def _is_stacked(self) -> bool:
         """Whether the number of partials depends on the number of rows; see `linear_partials`."""
-        return self.num_partials != self.num_large_m_partials
+        return not self.num_partials == self.num_large_m_partials == self.num_many_rows_partials
 
     def _count_of(self, x: torch.Tensor) -> int:
         """The number of partials for the rows of x: an expression that holds for every batch size.
 
         A branch would decide once per program, which serves several batch sizes.
         """
-        few, many = self.num_partials, self.num_large_m_partials
-        return few if few == many else few + (many - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
+        few, large, many = self.num_partials, self.num_large_m_partials, self.num_many_rows_partials
+        rows, count = x.shape[0], few
+        if large != few:
+            count += (large - few) * min(1, (rows - 1) // NARROW_ROWS)
+        if many != large:
+            # The compiler does not see that the count stays positive.
+            count = max(1, count + (many - large) * min(1, (rows - 1) // (MANY_ROWS - 1)))
+        return count
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: each rank multiplies the whole x by its rows of a weight."""

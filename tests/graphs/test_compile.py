@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
+from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.registry import NAMESPACE
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -189,15 +191,15 @@ class Traced(Exception):
     """Stands in for running the traced code."""
 
 
-def few_or_four(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
-    return 1 if rows <= 16 else 4
+def counts_by_rows(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
+    return 1 if rows <= 16 else 4 if rows <= 128 else 2
 
 
 def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU: one split-K partial up to 16 rows, four above."""
-    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", few_or_four)
+    """As on a GPU: one split-K partial up to 16 rows, four above, two from 129 on."""
+    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", counts_by_rows)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
 
@@ -219,6 +221,13 @@ def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
             program(size, RoundShape(3, 3))
     assert len(shapes) == 2 * (4 + 3)
     assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
+
+
+@pytest.mark.parametrize("few, large, many", [(1, 4, 2), (8, 4, 2), (4, 4, 2), (2, 2, 2), (1, 4, 4)])
+def test_the_number_of_partials_follows_the_rows(few: int, large: int, many: int) -> None:
+    layer = SimpleNamespace(num_partials=few, num_large_m_partials=large, num_many_rows_partials=many)
+    wanted = {1: few, 16: few, 17: large, 128: large, 129: many, 1024: many}
+    assert {rows: Linear._count_of(layer, torch.empty(rows, 1)) for rows in wanted} == wanted
 
 
 def test_the_garbage_collectors_settings_do_not_change() -> None:

@@ -227,12 +227,11 @@ def test_which_products_are_persistent() -> None:
     assert not find(HOPPER, 256, 5120, 6144)
     assert find(HOPPER, 512, 5120, 6144)
     assert not find(HOPPER, MOST_ROWS + 1, 34816, 5120)
-    # Before a norm.
+    # Before a norm, the weight decides.
     for dtype in (torch.bfloat16, FP8):
-        assert find(HOPPER, 129, 5120, 17408, dtype, 4, 2)
-        assert not find(HOPPER, 128, 5120, 17408, dtype, 4, 2)
-        assert not find(HOPPER, 129, 5120, 6144, dtype, 4, 2)
-        assert find(HOPPER, 256, 5120, 6144, dtype, 4, 2)
+        assert find(HOPPER, 129, 2560, 4096, dtype, 2, 4)
+        assert not find(HOPPER, 128, 5120, 17408, dtype, 2, 4)
+        assert not find(HOPPER, 1024, 1024, 4096, dtype, 2, 4)
     # Other GPUs, and the interpreter.
     assert not find(Device("sm_100", SHARED_BYTES, True, True, 148), 256, 34816, 5120)
     assert not find(Device("sm_90", SHARED_BYTES, False, False, 3), 256, 34816, 5120)

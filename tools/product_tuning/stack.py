@@ -26,7 +26,7 @@ from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear import NARROW_ROWS, count_partials
+from compiled_mtp.ops.linear import MANY_ROWS, NARROW_ROWS, count_partials
 from compiled_mtp.ops.linear.config import LinearConfig, linear_config
 from compiled_mtp.ops.linear.resident_config import LEAST_PIECE, ResidentTile, read_resident_table
 
@@ -80,6 +80,7 @@ class Stack:
             if isinstance(module, Linear):
                 module.num_partials = count_partials(module.weight, 1)
                 module.num_large_m_partials = count_partials(module.weight, NARROW_ROWS + 1)
+                module.num_many_rows_partials = count_partials(module.weight, MANY_ROWS)
         arguments = (self.tokens, self.rows, self.kv, self.state, self.cos_sin)
         return time_us([functools.partial(self.target, *arguments)])
 
