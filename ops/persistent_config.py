@@ -9,7 +9,7 @@ import torch
 
 from compiled_mtp.ops.descriptors import is_describable
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.k_splits import K_SPLIT_UNIT
+from compiled_mtp.ops.k_splits import K_SPLIT_UNIT, WIDE_ROWS
 
 # The architecture whose tensor cores the kernel uses.
 ARCH = "sm_90"
@@ -19,11 +19,10 @@ STEP_BYTES = 128
 # measured on an H200 with 27B's and 4B's products of 128 to 1,024 rows.
 LEAST_ROWS = {2: 128, 1: 65}
 LEAST_PRODUCTS = {2: 9_000_000_000, 1: 3_300_000_000}
-# The same for a gated product, and for one whose K splits a norm adds; of that the weight decides.
-MANY_ROWS = 129
+# Numbers of the weight, if a norm adds K splits: then from WIDE_ROWS + 1 rows on, as gated products.
 LEAST_WEIGHT = 10_000_000
-# K splits that it stores apart from MANY_ROWS rows on: the norm reads few, and most processors have a task.
-MANY_ROWS_PARTS = 2
+# K splits that are stored apart for the norm: it reads few, and most processors have a task.
+WIDE_PARTS = 2
 # Beyond, one share per row tile leaves too many processors idle.
 MOST_ROWS = 4096
 
@@ -123,7 +122,7 @@ def choose_product(
 
 
 def has_few_parts(device: Device, n: int, k: int) -> bool:
-    """Return whether a product before a norm has MANY_ROWS_PARTS parts from MANY_ROWS rows on."""
+    """Return whether a product before a norm has WIDE_PARTS parts above WIDE_ROWS rows."""
     return device.has_copy_engine and device.arch == ARCH and n * k >= LEAST_WEIGHT
 
 
@@ -132,8 +131,8 @@ def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, gated: boo
     if rows > MOST_ROWS:
         return False
     if parts > 1:
-        return rows >= MANY_ROWS and n * k >= LEAST_WEIGHT
-    least_rows = MANY_ROWS if gated else LEAST_ROWS[itemsize]
+        return rows > WIDE_ROWS and n * k >= LEAST_WEIGHT
+    least_rows = WIDE_ROWS + 1 if gated else LEAST_ROWS[itemsize]
     return rows >= least_rows and rows * n * k >= LEAST_PRODUCTS[itemsize]
 
 

@@ -4,10 +4,8 @@ from compiled_mtp.ops.k_splits import NARROW_ROWS
 from compiled_mtp.ops.linear.config import count_partials
 from compiled_mtp.ops.linear.reference import linear, linear_partials, linear_side, linear_silu_mul
 from compiled_mtp.ops.linear.resident_config import can_be_resident
-from compiled_mtp.ops.persistent_config import MANY_ROWS
 
 __all__ = [
-    "MANY_ROWS",
     "NARROW_ROWS",
     "can_be_resident",
     "count_partials",
