@@ -323,10 +323,10 @@ class EngineConfig(BaseSettings):
         json_schema_extra=NOT_TRACED,
     )
     lookup: Literal["auto", "off"] = Field(
-        default="off",
+        default="auto",
         description="auto to draft also what followed the last tokens where they occur earlier in the "
         "request's text, for edits, quotes and agents; up to 15 drafts where memory holds their rings; "
-        "no token depends on it",
+        "off for the MTP head's drafts alone; no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
     draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(

@@ -259,7 +259,7 @@ def _iq4_scales(fields: Tensor) -> tuple[Tensor, None]:
 
 
 def _e4m3_scales(fields: Tensor) -> tuple[Tensor, None]:
-    """An e4m3 number for each 16 columns."""
+    """An e4m3 number for each 16 columns, which is not negative."""
     return fields.contiguous().view(torch.float8_e4m3fn).float(), None
 
 
@@ -283,7 +283,7 @@ KINDS = MappingProxyType(
         for kind in (
             Kind("Q4_K", 4, 5, 32, _less(0), _affine_scales),
             Kind("Q5_K", 5, 5, 32, _less(0), _affine_scales),
-            Kind("Q6_K", 6, 5, 16, _less(32), _q6_scales),
+            Kind("Q6_K", 6, 5, 16, _less(32), _q6_scales, scales_sums=True),
             Kind("Q8_0", 8, 4, 32, _less(128), _half_scales),
             Kind("Q4_0", 4, 4, 32, _less(8), _half_scales, scales_sums=True),
             Kind("IQ4_XS", 4, 3, 32, _look_up(IQ4), _iq4_scales),

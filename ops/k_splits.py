@@ -14,6 +14,8 @@ K_SPLIT_UNIT = 128  # a block of FP8 scales, which every tile of K divides
 CPU_K_SPLITS = 4
 # Up to this number of rows a product reads its weight once, in narrow tiles; above, it is a large-M product.
 NARROW_ROWS = 16
+# Above this number of rows the processors have enough tiles, and partials cost more than they bring.
+WIDE_ROWS = 256
 
 
 def count_k_splits(k: int) -> int:

@@ -110,13 +110,11 @@ def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> Lef
     Measured at 27B's sizes, on an H200 with 4 and 16 rows and on an H100 with 32 to 128.
     """
     if rows <= 8:
-        if not is_int4(form):
-            return LeftTile(8, 32, 2, 2, 3)
-        # Alone, tiles of 32 weight rows are faster for gated products. In a step they take the shared memory
-        # in which the next product would load its first weights.
-        if gated or -(-n // 64) * split >= 4 * MIN_PROGRAMS:
-            return LeftTile(8, 64, 2, 2, 3)
-        return LeftTile(8, 32, 2, 4, 3)
+        if not gated and -(-n // 64) * split < 4 * MIN_PROGRAMS:
+            return LeftTile(8, 32, 2, 4, 3)
+        # Alone, tiles of 32 weight rows are faster for gated int4 products too. In a step they take the
+        # shared memory in which the next product would load its first weights.
+        return LeftTile(8, 64 if is_int4(form) else 32, 2, 2, 3)
     if rows > 32:
         return LeftTile(64, 128, 4, 1, 3)
     block_m, stages = (16, 4) if rows <= 16 else (32, 3)

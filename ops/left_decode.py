@@ -6,6 +6,7 @@ codes, less their zero points. The others give values, one float32 number s * q 
 A code in the last bits of float32's 2^23 is 2^23 + q: one subtraction gives q. Codes with offsets need none:
 in the last bits of 0 a code is 2^-149 q, or 2^(k - 149) q where it stays k bits higher, and a power of two in
 the scale undoes that. No float32 scale is large enough for all of it; the sum lacks 2^48 (`finish`).
+In the last eight bits of bfloat16's 0 a code is 2^-133 q; times 2^127, less its zero point, it lacks 2^6.
 FP4 is exact in bfloat16: exponent and mantissa of a code are those of a tiny number. NVFP4's sum lacks 2^16.
 """
 
@@ -29,7 +30,7 @@ def is_int4(kind):
 @gluon.constexpr_function
 def is_affine(kind):
     """Whether values are s * q + o, made of codes in the last bits of 0."""
-    return kind in ("Q4_K", "Q5_K", "Q6_K")
+    return kind in ("Q4_K", "Q5_K")
 
 
 @gluon.constexpr_function
@@ -100,25 +101,44 @@ def _affine_in_place(index):
 
 
 @gluon.constexpr_function
-def _affine_from_two_words(bits, part):
-    """Codes of five or six bits, whose upper ones come from a second word. Those of slices 2 and 3 are 2^8
-    times as large.
-
-    `field` holds codes of slices i and i + 2, so two parts have it in common, and a compiler makes it once.
-    """
+def _from_two_words(bits, part):
+    """Codes of five or six bits of slices i % 2 and i % 2 + 2 in `field`, the latter eight bits higher; their
+    upper bits come from a second word. Two parts have `field` in common, and a compiler makes it once."""
     index, half = part // 2, part % 2
-    move = 4 - (bits - 4) * (index % 2 + 2 * half)
-    mask = f"0x{(1 << bits) - 1 << 8 * (index // 2):X}"
-    return _program(
-        f"""
+    return f"""
         shr.u32 field, $1, {4 * (index % 2)};
-        {_moved("high", "$2", move)}
+        {_moved("high", "$2", 4 - (bits - 4) * (index % 2 + 2 * half))}
         lop3.b32 field, field, high, 0x0f0f0f0f, 0xe4;
+        """
+
+
+@gluon.constexpr_function
+def _affine_from_two_words(part):
+    """Codes of five bits. Those of slices 2 and 3 are 2^8 times as large."""
+    mask = f"0x{31 << 8 * (part // 4):X}"
+    return _program(
+        _from_two_words(5, part)
+        + f"""
         and.b32 low, field, {mask};
         shr.u32 high, field, 16;
         and.b32 high, high, {mask};
         """
         + _affine(2)
+    )
+
+
+@gluon.constexpr_function
+def _numbers_from_two_words(part):
+    """Codes of six bits, less 32, 2^-6 times."""
+    return _program(
+        _from_two_words(6, part)
+        + f"""
+        shr.u32 field, field, {8 * (part // 4)};
+        and.b32 field, field, 0x003f003f;
+        mov.b32 low, 0x7F007F00;
+        mov.b32 high, 0xBF00BF00;
+        fma.rn.bf16x2 $0, field, low, high;
+        """
     )
 
 
@@ -162,12 +182,17 @@ def _looked_up(index: int) -> str:
 
 @gluon.constexpr_function
 def _less_zero_point(index: int) -> str:
-    """Codes of four bits in the last bits of bfloat16's 128, plus the number -(128 + z)."""
+    """Codes of four bits, less zero points, 2^-6 times. $2: -z / 64.
+
+    The eighth bit belongs to the exponent, but bfloat16's two least exponents mean the same.
+    """
+    moved = "shr.u32 field, $1, 8;" if index >= 2 else "mov.b32 field, $1;"
+    mask, factor = ("0x00f000f0", "0x7D007D00") if index % 2 else ("0x000f000f", "0x7F007F00")
     return _program(
         f"""
-        shr.u32 field, $1, {4 * index};
-        lop3.b32 field, field, 0x000f000f, 0x43004300, 0xea;
-        mov.b32 low, 0x3f803f80;
+        {moved}
+        and.b32 field, field, {mask};
+        mov.b32 low, {factor};
         fma.rn.bf16x2 $0, field, low, $2;
         """
     )
@@ -258,8 +283,10 @@ def program_of(kind, part):
         return _less_zero_point(part)
     if kind == "Q4_K":
         return _affine_in_place(part)
-    if kind == "Q5_K" or kind == "Q6_K":
-        return _affine_from_two_words(5 if kind == "Q5_K" else 6, part)
+    if kind == "Q5_K":
+        return _affine_from_two_words(part)
+    if kind == "Q6_K":
+        return _numbers_from_two_words(part)
     if kind == "Q4_0":
         return _numbers(part)
     if kind == "Q8_0":
@@ -273,7 +300,7 @@ def program_of(kind, part):
 def constraints_of(kind):
     """The registers of `program_of`: words of two columns, then scales or zero points that it applies."""
     words = 2 if kind in ("Q5_K", "Q6_K", "IQ4_XS") else 1
-    scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 4, "Q4_0": 0, "INT4": 1, "INT4_BF16": 1}.get(kind, 2)
+    scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 0, "Q4_0": 0}.get(kind, 2)
     number = "r" if is_int4(kind) or kind in ("NVFP4", "MXFP4") else "f"
     return ",".join(["=&r", *["r"] * words, *[number] * scales])
 
@@ -376,9 +403,24 @@ def field_of(fields, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def as_bfloat16(bits):
-    """The bfloat16 number that has the lower 16 bits."""
-    return bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
+def minus_zero_point(group):
+    """-z / 64 as two bfloat16 numbers, of the number -(128 + z) in the high half of a group's word."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 part, two;
+        prmt.b32 $0, $1, $1, 0x3232;
+        mov.b32 part, 0x3C803C80;
+        mov.b32 two, 0x40004000;
+        fma.rn.bf16x2 $0, $0, part, two;
+        }
+        """,
+        "=&r,r",
+        [group],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -439,28 +481,24 @@ def times_bits(word, MASK: gl.constexpr, factor):
 
 
 @gluon.jit
-def affine_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
-    """2^-48 s [BN] of a slice's columns, or of one half of them, with the power of two that undoes where
-    their codes lie, and 2^-48 o, in float32."""
+def affine_of(fields, SLICE: gl.constexpr, KIND: gl.constexpr):
+    """2^-48 s [BN] of a slice's columns, with the power of two that undoes where codes lie, and 2^-48 o."""
     up: gl.constexpr = 2.0 ** (101 - (4 * SLICE if KIND == "Q4_K" else SLICE // 2 * 8))
-    if KIND == "Q6_K":
-        s = signed_byte_times(fields[(1 + SLICE) // 2], (1 + SLICE) % 2 * 2 + HALF, half_of(fields, 0) * up)
-        # Less 32 codes.
-        return s, s * -(2.0**-43 / up)
-    else:
-        twelve = twelve_of(fields, SLICE)
-        # Six bits that stay where they are, 64 times as large.
-        o = times_bits(twelve, 0xFC0, half_of(fields, 1) * -(2.0**-54))
-        return times_bits(twelve, 63, half_of(fields, 0) * up), o
+    twelve = twelve_of(fields, SLICE)
+    # Six bits that stay where they are, 64 times as large.
+    o = times_bits(twelve, 0xFC0, half_of(fields, 1) * -(2.0**-54))
+    return times_bits(twelve, 63, half_of(fields, 0) * up), o
 
 
 @gluon.jit
-def scale_of(fields, SLICE: gl.constexpr, KIND: gl.constexpr):
-    """s [BN] of a slice's columns in float32."""
+def scale_of(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
+    """s [BN] of a slice's columns, or of one half of them, in float32."""
     if KIND == "INT4":
         return half_in(fields[SLICE * len(fields) // 4], False)
     elif KIND == "INT4_BF16":
         return as_float(fields[SLICE * len(fields) // 4] << 16)
+    elif KIND == "Q6_K":
+        return signed_byte_times(fields[(1 + SLICE) // 2], (1 + SLICE) % 2 * 2 + HALF, half_of(fields, 0))
     elif KIND == "IQ4_XS":
         six = (field_of(fields, 1 + SLICE // 2) >> (6 * (SLICE % 2))) & 63
         return half_of(fields, 0) * whole(six, 32.0)
@@ -471,28 +509,22 @@ def scale_of(fields, SLICE: gl.constexpr, KIND: gl.constexpr):
 @gluon.constexpr_function
 def fp4_scale_program(kind, index):
     """The scale in byte `index` of a word as bfloat16, in both halves of a register (MXFP4), or 2^110 times
-    the scales in bytes `index` and `index` + 2, one in each half (NVFP4)."""
+    the scales in bytes `index` and `index` + 2, one in each half (NVFP4). None is negative."""
     if kind == "MXFP4":
         return (
             f"{{\n.reg .b32 zero;\nmov.b32 zero, 0;\nprmt.b32 $0, $1, zero, 0x{index}4{index}4;\n"
             "shr.u32 $0, $0, 1;\n}"
         )
-    moved = (
-        "shl.b32 sign, $1, 8;\nshl.b32 both, $1, 4;"
-        if index == 0
-        else "mov.b32 sign, $1;\nshr.u32 both, $1, 4;"
-    )
     return f"""
         {{
-        .reg .b32 zero, both, sign;
-        {moved}
-        and.b32 sign, sign, 0x80008000;
-        lop3.b32 both, both, 0x07F007F0, sign, 0xea;
-        mov.b32 sign, 0x7b807b80;
+        .reg .b32 zero, both, factor;
+        {_moved("both", "$1", -4 if index else 4)}
+        and.b32 both, both, 0x07F007F0;
+        mov.b32 factor, 0x7b807b80;
         mov.b32 zero, 0x80008000;
-        fma.rn.bf16x2 both, both, sign, zero;
-        mov.b32 sign, 0x76807680;
-        fma.rn.bf16x2 $0, both, sign, zero;
+        fma.rn.bf16x2 both, both, factor, zero;
+        mov.b32 factor, 0x76807680;
+        fma.rn.bf16x2 $0, both, factor, zero;
         }}
         """
 
@@ -526,17 +558,19 @@ def decode_part(codes, fields, PART: gl.constexpr, WIDTH: gl.constexpr, KIND: gl
     else:
         words = codes[HALF]
     if is_int4(KIND):
-        inputs = (words, spread(as_bfloat16(fields[SLICE * len(fields) // 4] >> 16), words))
+        inputs = (words, spread(minus_zero_point(fields[SLICE * len(fields) // 4]), words))
     elif KIND == "Q4_0":
         inputs = (words,)
+    elif KIND == "Q6_K":
+        inputs = (words, codes[2])
     elif KIND == "NVFP4" or KIND == "MXFP4":
         inputs = (words, spread(fp4_scale(fields, SLICE, HALF, KIND), words))
     elif is_affine(KIND):
-        s, o = affine_of(fields, SLICE, HALF, KIND)
+        s, o = affine_of(fields, SLICE, KIND)
         s, o = spread(s, words), spread(o, words)
         inputs = (words, s, o) if KIND == "Q4_K" else (words, codes[2], s, o)
     else:
-        inputs = (words, spread(scale_of(fields, SLICE, KIND), words))
+        inputs = (words, spread(scale_of(fields, SLICE, HALF, KIND), words))
     return gl.inline_asm_elementwise(
         program_of(KIND, PART), constraints_of(KIND), inputs, dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -556,5 +590,7 @@ def finish(
         return gl.fma(total, spread(factor, total), gl.zeros([BN, total.shape[1]], gl.float32, layout))
     elif is_affine(KIND):
         return total * 281474976710656.0
+    elif is_int4(KIND) or KIND == "Q6_K":
+        return total * 64.0
     else:
         return total

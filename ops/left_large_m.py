@@ -157,7 +157,7 @@ def add_scaled(
     sums, fields, total, PART: gl.constexpr, layout: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr
 ):
     """total plus the sums of the columns of one scale, part PART among them, times that scale."""
-    scale = scale_of(fields, PART * WIDTH // 32, KIND)
+    scale = scale_of(fields, PART * WIDTH // 32, PART * WIDTH % 32 // 16, KIND)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, layout), assert_trivial=True)
     return gl.fma(sums, spread(scale, total), total)
 

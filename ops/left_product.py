@@ -68,7 +68,7 @@ def add_unit(
                 product = gl.zeros([total.shape[0], total.shape[1]], gl.float32, layout)
             product = mma_v2(decoded, columns, product, input_precision="ieee")
             if part % PARTS == PARTS - 1:
-                scale = scale_of(fields, part * WIDTH // 32, KIND)
+                scale = scale_of(fields, part * WIDTH // 32, part * WIDTH % 32 // 16, KIND)
                 scale = gl.convert_layout(scale, gl.SliceLayout(1, layout), assert_trivial=True)
                 total = gl.fma(product, spread(scale, total), total)
     return total

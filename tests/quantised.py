@@ -176,7 +176,9 @@ def nvfp4(*, modelopt: bool = False) -> Packer:
         groups = w.reshape(len(w), -1, 16)
         factor = np.float32(448 * 6 / np.abs(w).max())
         wanted = torch.from_numpy(np.abs(groups).max(2) / np.float32(6) * factor)
-        scale = wanted.clamp(2**-6, 448).to(torch.float8_e4m3fn)
+        # No library writes negative scales.
+        sign = 1 - 2 * (torch.arange(wanted.shape[1]) % 3 == 2).int()
+        scale = (wanted.clamp(2**-6, 448) * sign).to(torch.float8_e4m3fn)
         scales = scale.float().numpy()
         codes = e2m1_codes(groups * factor / scales[:, :, None]).reshape(w.shape)
         exact = e2m1_values(codes) * scales.repeat(16, 1)

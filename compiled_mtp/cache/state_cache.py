@@ -5,7 +5,7 @@ indexed by absolute position mod `ring_length` hold the entries of later tokens 
 u = beta (v - read), exp(g)) and the raw inputs of the convolution. The next verification folds [base, pos)
 into the state, so a rejection only changes an integer: rejected entries are overwritten. A request has one
 state, however many drafts a round verifies; only its rings grow with that number. A round on a GPU stores a
-folded state only if the ring has no room for the next window (`max_unfolded`); else base stays where it is.
+folded state only if more than `max_unfolded` entries would be left; else base stays where it is.
 """
 
 from __future__ import annotations
@@ -60,13 +60,24 @@ class StateCache(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, slots: int, max_drafts: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        slots: int,
+        max_drafts: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        usual_drafts: int | None = None,
     ) -> None:
+        """max_drafts: the most that a round verifies; usual_drafts: that most rounds verify, None for as
+        many."""
         super().__init__()
         self.ring_length = ring = ring_length(max_drafts, config.conv_kernel)
-        # Unfolded entries and the next window then fit into the ring: a window has at most half its length. A
-        # CPU folds in place, where an unfolded state would be a copy more.
-        self.max_unfolded = 0 if device.type == "cpu" else ring // 2
+        # Unfolded entries and the next window then fit into the ring: a window has at most half its length.
+        # Longer rings keep no more entries than usual rounds need: with many requests each takes more time
+        # than storing states less often saves. A CPU folds in place, where an unfolded state would be a copy
+        # more.
+        usual = ring if usual_drafts is None else ring_length(usual_drafts, config.conv_kernel)
+        self.max_unfolded = 0 if device.type == "cpu" else min(ring, usual) // 2
         num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
         dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
 

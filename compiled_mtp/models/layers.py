@@ -19,8 +19,8 @@ from compiled_mtp.models.rows import DecodeRows, PrefillRows, Rows
 from compiled_mtp.models.weight_format import PLAIN, ParameterFactory, WeightFormat, coded_part
 from compiled_mtp.ops.gdn_prefill import gdn_prefill
 from compiled_mtp.ops.gdn_verify import gdn_verify
+from compiled_mtp.ops.k_splits import NARROW_ROWS, WIDE_ROWS
 from compiled_mtp.ops.linear import (
-    NARROW_ROWS,
     count_partials,
     linear,
     linear_partials,
@@ -111,7 +111,7 @@ class Linear(nn.Module):
         self.has_prompt_order = make.device.type != "cpu"
         self.whole_k = in_features * communicator.world if communicator is not None and is_before_norm else 0
         # Of this rank's shard; the communicator adds the partials of all ranks.
-        self.num_partials, self.num_large_m_partials = self._partial_counts()
+        self.partial_counts = self._partial_counts()
         # `choose_resident` decides. A communicator needs fences. So does a draft's layer, which reads early
         # positions and slots that were written just before it: fc, which is never resident, is that fence.
         self.may_be_resident = may_be_resident and communicator is None
@@ -176,31 +176,35 @@ class Linear(nn.Module):
         assert self.weight_scale is not None
         return self.weight, self.weight_scale
 
-    def _partial_counts(self) -> tuple[int, int]:
-        """The numbers of partials of a product of few rows and of a large-M product."""
+    def _partial_counts(self) -> tuple[int, int, int]:
+        """The numbers of partials of up to NARROW_ROWS rows, of up to WIDE_ROWS and of more."""
         count = count_w8a8_partials if self.quantizes_rows else count_partials
         if self.has_codes:
             count = count_w4a16_partials
         if self.parts is not None:
             if len(self.parts) > 1:
-                return 1, 1
+                return 1, 1, 1
             few = count_blocks_partials(self.weight, 1, self.parts.name, self.whole_k)
-            return few, few
-        few, many = (count(self.weight, rows, whole_k=self.whole_k) for rows in (1, NARROW_ROWS + 1))
-        return few, many
+            return few, few, few
+        sizes = (1, NARROW_ROWS + 1, WIDE_ROWS + 1)
+        few, many, most = (count(self.weight, rows, whole_k=self.whole_k) for rows in sizes)
+        return few, many, most
 
     @property
     def _is_stacked(self) -> bool:
         """Whether the number of partials depends on the number of rows; see `linear_partials`."""
-        return self.num_partials != self.num_large_m_partials
+        return len(set(self.partial_counts)) > 1
 
     def _count_of(self, x: torch.Tensor) -> int:
         """The number of partials for the rows of x: an expression that holds for every batch size.
 
         A branch would decide once per program, which serves several batch sizes.
         """
-        few, many = self.num_partials, self.num_large_m_partials
-        return few if few == many else few + (many - few) * min(1, (x.shape[0] - 1) // NARROW_ROWS)
+        few, many, most = self.partial_counts
+        if not self._is_stacked:
+            return few
+        rows = x.shape[0] - 1
+        return few + (many - few) * min(1, rows // NARROW_ROWS) + (most - many) * min(1, rows // WIDE_ROWS)
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: each rank multiplies the whole x by its rows of a weight."""
@@ -381,7 +385,8 @@ class GatedDeltaNet(nn.Module):
             q, k, v, exp_g, beta = spec_conv1d(*inputs, rows.start, *self.heads, ba)
             rings = (cache.state, cache.ring_k, cache.ring_u, cache.ring_g)
             cursors = (rows.state_index, rows.base, rows.start)
-            how = (*last, self.out_proj.resident, cache.max_unfolded)
+            is_early = self.out_proj.resident or self.out_proj.is_packed
+            how = (*last, is_early, cache.max_unfolded)
             norm = (self.norm_weight, *rings, *cursors, *how)
             y = gdn_verify(q, k, v, exp_g, beta, z, *norm)
         return self.out_proj.partials(y, rows)

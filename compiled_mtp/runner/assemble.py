@@ -311,7 +311,7 @@ def _make_step(spec: EngineSpec, memory: MemoryPlan, target: TargetModel, draft:
         target,
         draft,
         kv_cache,
-        StateCache(model, slots, spec.max_drafts, spec.dtype, device),
+        StateCache(model, slots, spec.max_drafts, spec.dtype, device, usual_drafts=spec.mtp_step),
         slot_state,
         rotary_table(model, memory.max_model_len, device),
         spec.mtp_step,

@@ -370,7 +370,13 @@ class Runner:
         # In a prefill only prompts that end have a row.
         owners = plan.ended if plan.kind == "prefill" else range(len(plan.slots))
         has_lookup, count = self.spec.has_lookup, len(owners)
-        output = StepOutput.unpack(packed, num_tokens, num_logprobs=num_logprobs, has_matches=has_lookup)
+        output = StepOutput.unpack(
+            packed,
+            num_tokens,
+            num_logprobs=num_logprobs,
+            has_matches=has_lookup,
+            wants_drafts=plan.wants_drafts,
+        )
         tokens, undrawn = output.drawn_tokens(count), output.undrawn(count)
         drafts = output.drafts(count) if plan.wants_drafts else []
         matches = output.matches(count) if has_lookup else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -53,7 +53,8 @@ def check_update(spec: EngineSpec, source: WeightSource) -> WeightUpdate:
         update = WeightUpdate(weights, copied=stream.release)
     else:
         path = Path(source)
-        config, own = read_model_config(path, max_pixels=spec.config.vision_pixels), spec.model
+        # The vision tower stays, and a trainer's directory need not say how images are prepared.
+        config, own = read_model_config(path), replace(spec.model, vision=None)
         for name, value in traced(own).items():
             got = traced(config)[name]
             check(got == value, name, f"be {value}, as in the engine's weights", got, "make another engine")

@@ -43,7 +43,7 @@ class Admission:
             # So do rounds and slices of the vision tower.
             images = scheduled.request.images
             chunks += sum(limits.tower.count_slices(image.span.num_tokens) for image in images)
-        rows = (limits.max_in_flight + 2 + chunks) * (limits.max_drafts + 1)
+        rows = (limits.max_in_flight + 2 + chunks) * (limits.most_drafts(len(others)) + 1)
         tokens = self.tokens_ahead + rows
         needed = max(needed, self._blocks_soon(scheduled, tokens) - shared)
         # Every other request has the blocks of its tokens, unless it replays them.

@@ -156,6 +156,11 @@ class Limits:
         """Tokens at whose multiples a prompt may resume."""
         return self.prefix_step or self.prefill_chunk
 
+    def most_drafts(self, num_requests: int) -> int:
+        """Return the most drafts that a round of num_requests verifies."""
+        wide = self.wide_drafts if num_requests <= self.wide_requests else 0
+        return max(self.mtp_step, wide, *(drafts for drafts, most in self.given if num_requests <= most))
+
     def worst_case_blocks(self, request: Request) -> int:
         """Return the blocks for every position that any launch of this request may write.
 

@@ -173,13 +173,9 @@ class Planner:
         self.resources.prefix.prefix_host.cancel_copies(copy_ids)
         self.look_again()
 
-    def hold_new(self) -> list[ScheduledRequest]:
-        """Take the requests that no launch has begun out of the waiting queue; return them for `enter`."""
-        held = [
-            one
-            for one in self.waiting_queue
-            if one.phase is RequestPhase.WAITING and not one.request.output_token_ids
-        ]
+    def hold(self, names: Collection[str]) -> list[ScheduledRequest]:
+        """Take the choices of requests out of the waiting queue; return them for `enter`."""
+        held = [one for one in self.waiting_queue if one.request.request_id in names]
         for scheduled in held:
             self.waiting_queue.discard(scheduled)
         return held

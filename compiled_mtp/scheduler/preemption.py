@@ -22,8 +22,6 @@ class Preemption:
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        limits = resources.limits
-        self._soon = _ROUNDS_AHEAD * (limits.max_drafts + 1)
 
     def grow(
         self, decoding: Sequence[tuple[ScheduledRequest, int]]
@@ -47,10 +45,12 @@ class Preemption:
         for (scheduled, _), count in zip(decoding, wants, strict=True):
             if count:
                 updates += resources.grow(scheduled, count)
-        low = len(decoding) * (self._soon // resources.limits.block_size + 1)
+        limits = resources.limits
+        tokens = _ROUNDS_AHEAD * (limits.most_drafts(len(decoding)) + 1)
+        low = len(decoding) * (tokens // limits.block_size + 1)
         missing = 0
         if pool.num_free < low:
-            soon = (resources.count_missing(scheduled, last + self._soon) for scheduled, last in decoding)
+            soon = (resources.count_missing(scheduled, last + tokens) for scheduled, last in decoding)
             missing = sum(soon) - pool.num_free
         return [scheduled for scheduled, _ in decoding], updates, missing
 

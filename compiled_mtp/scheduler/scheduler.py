@@ -103,8 +103,11 @@ class Scheduler:
         self._outputs = []
 
     def hold_new(self) -> Collection[ScheduledRequest]:
-        """Admit none of the requests that wait and have no token; return them for `release_new`."""
-        return self._planner.hold_new()
+        """Admit none of the requests of which no choice has begun; return their choices for `release_new`."""
+        names = {name for name, choices in self._live.items() if all(map(_is_new, choices))}
+        # A choice that is not live any more has ended.
+        names = {name for name in names if len(self._live[name]) == self._live[name][0].request.params.n}
+        return self._planner.hold(names)
 
     def release_new(self, held: Collection[ScheduledRequest]) -> None:
         """Admit requests again that `hold_new` returned, unless they have ended."""
@@ -537,3 +540,8 @@ def _describe_masks(request: Request) -> str:
         f"{names} must leave a token to draw, got none for position "
         f"{request.prompt_len + len(request.output_token_ids)}; allow more"
     )
+
+
+def _is_new(scheduled: ScheduledRequest) -> bool:
+    """Whether a choice waits and has no token."""
+    return scheduled.phase is RequestPhase.WAITING and not scheduled.request.output_token_ids

@@ -9,6 +9,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from compiled_mtp.async_engine import EngineStoppedError
+from compiled_mtp.errors import EngineUnavailableError
 from compiled_mtp.server.errors import ApiError, refusal
 from compiled_mtp.server.fields import Body
 from compiled_mtp.server.generation import Service, parse
@@ -69,7 +71,10 @@ class WeightHandlers:
 
 
 def _as_answer(error: Exception) -> ApiError:
-    """The answer to an error of an update: 400 for what does not fit, 500 for a failure midway."""
+    """The answer to an error of an update: 503 for an engine that cannot update now, 400 for what does not
+    fit, 500 for the device or the system, as for memory that is short."""
+    if isinstance(error, (EngineStoppedError, EngineUnavailableError)):
+        return refusal(error)
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
-    return refusal(error) if isinstance(error, RuntimeError) else ApiError(500, str(error))
+    return ApiError(500, f"{type(error).__name__}: {error}")

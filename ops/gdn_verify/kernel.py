@@ -24,13 +24,26 @@ from compiled_mtp.ops.gdn_triton import (
 )
 from compiled_mtp.ops.k_splits import NARROW_ROWS
 
-# A processor then holds 16 programs: the states of some arrive while others step.
-MOST_REGISTERS = 128
+# From this number of requests on, a token's inputs are loaded when the token before it is done. A program
+# then needs MANY_REGISTERS registers, and a processor holds 16 programs instead of 12: the states of some
+# arrive while others step.
+LEAST_MANY = 32
+MANY_REGISTERS = 128
 
 
 @triton.jit
 def sum_over_keys(tile, BLOCK_V: tl.constexpr, LANES: tl.constexpr):
     return tl.sum(tl.reshape(tl.sum(tile, 0), (BLOCK_V, LANES)), 1)
+
+
+@triton.jit
+def load_token(
+    q, k, v, exp_g, beta, key_at, head_at, value, DK: tl.constexpr, DV: tl.constexpr, LANES: tl.constexpr
+):
+    """Load key, query, the values `value`, exp_g and beta of a token and head."""
+    key = load_key(k + key_at, DK, LANES)
+    query = load_key(q + key_at, DK, LANES)
+    return key, query, tl.load(v + head_at * DV + value), tl.load(exp_g + head_at), tl.load(beta + head_at)
 
 
 # One binary for every window length: Triton would specialise on 1 and on multiples of 16.
@@ -58,6 +71,7 @@ def gdn_verify_kernel(
     RING: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
+    LOADS_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -92,12 +106,24 @@ def gdn_verify_kernel(
     # says why).
     if PDL:
         gdc_wait()
+    if LOADS_AHEAD:
+        key, query, value_row, decay, own_beta = load_token(
+            q, k, v, exp_g, beta, key_at, head_at, value, DK, DV, LANES
+        )
     for token in range(query_len):
-        key = load_key(k + key_at, DK, LANES)
-        query = load_key(q + key_at, DK, LANES)
-        value_row = tl.load(v + head_at * DV + value)
-        decay = tl.load(exp_g + head_at)
-        own_beta = tl.load(beta + head_at)
+        if LOADS_AHEAD:
+            # Load the next token while this one is computed; the last token is loaded twice.
+            is_more = (token + 1 < query_len).to(tl.int32)
+            next_key_at = key_at + is_more * (NK * DK)
+            next_head_at = head_at + is_more * NV
+            next_key, next_query, next_value_row, next_decay, next_beta = load_token(
+                q, k, v, exp_g, beta, next_key_at, next_head_at, value, DK, DV, LANES
+            )
+        else:
+            key, query, value_row, decay, own_beta = load_token(
+                q, k, v, exp_g, beta, key_at, head_at, value, DK, DV, LANES
+            )
+
         # With S the state before the token: u = beta (v - exp(g) S k) and o = exp(g) S q + u (k . q), that
         # is the new state times q. Both products read S, so neither waits for the other.
         wide_key = widen_key(key, BLOCK_V)
@@ -120,8 +146,17 @@ def gdn_verify_kernel(
                 record_at = ring_k + (k_rows + ring_row) * DK
                 row = tl.arange(0, DK // LANES)
                 tl.store(record_at + row[:, None] * LANES + tl.arange(0, LANES)[None, :], key)
-        key_at += NK * DK
-        head_at += NV
+        if LOADS_AHEAD:
+            key = next_key
+            query = next_query
+            value_row = next_value_row
+            decay = next_decay
+            own_beta = next_beta
+            key_at = next_key_at
+            head_at = next_head_at
+        else:
+            key_at += NK * DK
+            head_at += NV
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -131,12 +166,14 @@ def launch(args: Any) -> torch.Tensor:
     batch = args.state_index.shape[0]
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=v.device)
     has_pdl = device_of(v.device.index).has_dependent_launch
+    is_many = batch >= LEAST_MANY
     gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
         args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g,
         args.state_index, args.base, args.pos, rows // batch,
         args.max_unfolded,
         **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
-        PDL=has_pdl, num_warps=NUM_WARPS, maxnreg=MOST_REGISTERS, launch_pdl=has_pdl, **OPTIONS,
+        LOADS_AHEAD=not is_many, PDL=has_pdl, num_warps=NUM_WARPS,
+        maxnreg=MANY_REGISTERS if is_many else None, launch_pdl=has_pdl, **OPTIONS,
     )  # fmt: skip
     # Weights are resident for at most NARROW_ROWS rows.
     resident = args.resident and rows <= NARROW_ROWS

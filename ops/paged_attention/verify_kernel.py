@@ -25,7 +25,7 @@ UNSPECIALIZED = (
 )
 # Partials that combine_kernel loads at a time: splits, and what follows a prefix.
 SPLIT_LOADS = 16
-PREFIX_LOADS = 4
+PREFIX_LOADS = 8
 
 
 @triton.jit

@@ -16,9 +16,9 @@ from compiled_mtp.ops.device import device_of
 # No fused multiply-add, as in the reference.
 FUSION = {"enable_fp_fusion": False}
 # From this number of rows on, a program takes up to MOST_HEADS heads, which share weights and angles: one
-# program per head would be more than an H200 runs at once.
+# program per head would be more than an H200 runs at once. Two heads need no more registers than one.
 LEAST_ROWS = 128
-MOST_HEADS = 4
+MOST_HEADS = 2
 
 
 @triton.jit

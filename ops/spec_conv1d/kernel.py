@@ -21,9 +21,6 @@ PREFILL_ROWS = PROMPT_CHUNK_MULTIPLE
 # row would be more than an H200 runs at once.
 LEAST_ROWS_OF_WINDOWS = 32
 MOST_UNROLLED = 8
-# From this number of rows on, it takes HEADS heads: more loads are then on their way.
-LEAST_ROWS_OF_HEADS = 256
-HEADS = 2
 
 
 @triton.jit
@@ -186,7 +183,6 @@ def window_conv1d_kernel(
     proj_stride,
     gates_stride,
     WINDOW: tl.constexpr,
-    HEADS: tl.constexpr,
     NK: tl.constexpr,
     NV: tl.constexpr,
     DK: tl.constexpr,
@@ -196,12 +192,11 @@ def window_conv1d_kernel(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`spec_conv1d_kernel` with one program for HEADS heads of all WINDOW rows of a request, which reads each
-    row once."""
+    """`spec_conv1d_kernel` with one program for all WINDOW rows of a request, which reads each row once."""
     if PDL:
         gdc_launch_dependents()
     CHANNELS: tl.constexpr = 2 * NK * DK + NV * DV
-    block = tl.program_id(0) * HEADS
+    block = tl.program_id(0)
     request = tl.program_id(1)
     first_row = request.to(tl.int64) * WINDOW
     if block == 2 * NK + NV:
@@ -218,64 +213,45 @@ def window_conv1d_kernel(
                 own_gates, exp_g + row * NV + head, beta + row * NV + head, log_rate, bias, is_head, NV
             )
     else:
+        first, width = head_channels(block, NK, DK, DV)
         lane = tl.arange(0, BLOCK)
+        inside = lane < width
+        channel = first + lane
+        taps = conv_weight + channel * 4
+        weight_3 = tl.load(taps, mask=inside, other=0.0).to(tl.float32)
+        weight_2 = tl.load(taps + 1, mask=inside, other=0.0).to(tl.float32)
+        weight_1 = tl.load(taps + 2, mask=inside, other=0.0).to(tl.float32)
+        weight_0 = tl.load(taps + 3, mask=inside, other=0.0).to(tl.float32)
         slot = tl.load(state_index + request).to(tl.int64)
         position = tl.load(pos + request)
-        # Load what belongs to every head, then compute one head after another.
-        weights = ()
-        histories = ()
-        for index in tl.static_range(HEADS):
-            first, width = head_channels(block + index, NK, DK, DV)
-            inside = lane < width
-            taps = conv_weight + (first + lane) * 4
-            weights += (
-                (
-                    tl.load(taps, mask=inside, other=0.0),
-                    tl.load(taps + 1, mask=inside, other=0.0),
-                    tl.load(taps + 2, mask=inside, other=0.0),
-                    tl.load(taps + 3, mask=inside, other=0.0),
-                ),
-            )
-            ring = conv_ring + slot * RING * CHANNELS + first + lane
-            histories += (
-                (
-                    load_history(ring, position, 0, 3, inside, CHANNELS, RING, BLOCK),
-                    load_history(ring, position, 0, 2, inside, CHANNELS, RING, BLOCK),
-                    load_history(ring, position, 0, 1, inside, CHANNELS, RING, BLOCK),
-                ),
-            )
+        ring = conv_ring + slot * RING * CHANNELS + channel
+        back_3 = load_history(ring, position, 0, 3, inside, CHANNELS, RING, BLOCK)
+        back_2 = load_history(ring, position, 0, 2, inside, CHANNELS, RING, BLOCK)
+        back_1 = load_history(ring, position, 0, 1, inside, CHANNELS, RING, BLOCK)
         if PDL:
             gdc_wait()
         raws = ()
-        for index in tl.static_range(HEADS):
-            first, width = head_channels(block + index, NK, DK, DV)
-            for token in tl.static_range(WINDOW):
-                at = proj + (first_row + token) * proj_stride + first + lane
-                raws += (tl.load(at, mask=lane < width, other=0.0),)
+        for token in tl.static_range(WINDOW):
+            raws += (tl.load(proj + (first_row + token) * proj_stride + channel, mask=inside, other=0.0),)
         # Add zero, as `spec_conv1d_kernel` does: it turns minus zero into zero, so both give the same bits.
         zero = tl.zeros((BLOCK,), tl.float32)
-        for index in tl.static_range(HEADS):
-            first, width = head_channels(block + index, NK, DK, DV)
-            inside = lane < width
-            ring = conv_ring + slot * RING * CHANNELS + first + lane
-            old_3 = histories[index][0].to(tl.float32) + zero
-            old_2 = histories[index][1].to(tl.float32) + zero
-            old_1 = histories[index][2].to(tl.float32) + zero
-            for token in tl.static_range(WINDOW):
-                raw = raws[index * WINDOW + token]
-                new = raw.to(tl.float32)
-                y = weights[index][0].to(tl.float32) * old_3
-                y = tl.fma(weights[index][1].to(tl.float32), old_2, y)
-                y = tl.fma(weights[index][2].to(tl.float32), old_1, y)
-                y = tl.fma(weights[index][3].to(tl.float32), new, y)
-                old_3 = old_2
-                old_2 = old_1
-                old_1 = new + zero
-                # The ring holds the window and its history: no program of this launch reads what is written
-                # here.
-                tl.store(ring + ((position + token) % RING) * CHANNELS, raw, mask=inside)
-                row = first_row + token
-                store_head(y, q, k, v, row, block + index, lane, inside, NK, NV, DK, DV)
+        old_3 = back_3.to(tl.float32) + zero
+        old_2 = back_2.to(tl.float32) + zero
+        old_1 = back_1.to(tl.float32) + zero
+        for token in tl.static_range(WINDOW):
+            row = first_row + token
+            raw = raws[token]
+            new = raw.to(tl.float32)
+            y = weight_3 * old_3
+            y = tl.fma(weight_2, old_2, y)
+            y = tl.fma(weight_1, old_1, y)
+            y = tl.fma(weight_0, new, y)
+            old_3 = old_2
+            old_2 = old_1
+            old_1 = new + zero
+            # The ring holds the window and its history: no program of this launch reads what is written here.
+            tl.store(ring + ((position + token) % RING) * CHANNELS, raw, mask=inside)
+            store_head(y, q, k, v, row, block, lane, inside, NK, NV, DK, DV)
 
 
 @triton.jit(do_not_specialize=["rows", "num_pieces", "last_slot"])
@@ -418,11 +394,7 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     }
     window = rows // requests
     if rows >= LEAST_ROWS_OF_WINDOWS and 1 < window <= MOST_UNROLLED:
-        # The last program of a request computes its gates.
-        is_even = num_k_heads % HEADS == num_v_heads % HEADS == 0
-        heads = HEADS if is_even and rows >= LEAST_ROWS_OF_HEADS else 1
-        programs = (2 * num_k_heads + num_v_heads) // heads + 1
-        window_conv1d_kernel[(programs, requests)](*inputs, WINDOW=window, HEADS=heads, **constants)
+        window_conv1d_kernel[(blocks, requests)](*inputs, WINDOW=window, **constants)
     else:
         spec_conv1d_kernel[(blocks, rows)](*inputs, window, **constants)
     return outputs

@@ -94,8 +94,9 @@ def check(directory: Path, got: list[RequestOutput]) -> None:
 def test_a_pool_for_one_and_a_half_requests_runs_all(
     checkpoint: Path, mtp_step: int, max_in_flight: int, offload_gb: float
 ) -> None:
+    # Of wide rounds a request beside one other would leave room for several, and none would be preempted.
     options = {"mtp_step": mtp_step, "max_in_flight": max_in_flight, "offload_gb": offload_gb}
-    engine = engine_of(checkpoint, FEW_BLOCKS, **options)
+    engine = engine_of(checkpoint, FEW_BLOCKS, lookup="off", **options)
     # Reserve as few tokens ahead as possible, so that requests are preempted again and again.
     engine.scheduler._planner._admission.tokens_ahead = 0
     order: list[str] = []
@@ -112,9 +113,8 @@ def test_copies_that_take_longer_than_launches_change_no_token(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
-    engine = make_engine(
-        checkpoint, num_blocks=FEW_BLOCKS, max_batch=4, mtp_step=3, max_in_flight=1, offload_gb=0.5
-    )
+    sizes = {"num_blocks": FEW_BLOCKS, "max_batch": 4, "mtp_step": 3, "lookup": "off"}
+    engine = make_engine(checkpoint, max_in_flight=1, offload_gb=0.5, **sizes)
     engine.scheduler._planner._admission.tokens_ahead = 0
     check(checkpoint, run(engine))
     assert engine.stats().offloads > 1

@@ -19,7 +19,7 @@ from tests.engines import collect, make_engine, prompt_of, run_to_end
 
 VOCAB = 512
 PROMPTS = {"a": prompt_of(20, 1, VOCAB), "b": prompt_of(130, 2, VOCAB), "c": prompt_of(30, 3, VOCAB)}
-PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
 # The number of `add_all` calls: each run has its own cache salt.
 RUNS = [0]
 

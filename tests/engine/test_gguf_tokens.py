@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_batch": 
 def tokens_of(model: Path, **options: Any) -> list[list[int]]:
     engine = Engine(model, **(SETTINGS | options))
     greedy, drawn = (
-        SamplingParams(max_tokens=24, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 1.0)
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 1.0)
     )
     outputs = [*engine.generate(PROMPTS, greedy), *engine.generate(PROMPTS, drawn)]
     assert bool(options.get("mtp_step", 2)) == (engine.runner.step.mtp_step > 0)

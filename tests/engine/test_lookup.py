@@ -53,7 +53,7 @@ def requests() -> Given:
         (12, 1.0, 4, None),
     ):
         params = SamplingParams(
-            max_tokens=40,
+            max_tokens=26,
             temperature=temperature,
             seed=length,
             ignore_eos=True,

@@ -15,7 +15,7 @@ from tests.checkpoints import write_checkpoint
 from tests.engines import collect, make_engine, prompt_of, run_to_end
 
 # A launch takes 16 prompts: all requests run before the first one ends.
-COUNT = 24
+COUNT = 20
 
 
 def params_of(index: int) -> SamplingParams:

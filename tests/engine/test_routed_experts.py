@@ -89,10 +89,12 @@ def test_they_do_not_depend_on_depth_batch_or_cache(directory: Path) -> None:
 def test_preempted_requests_keep_theirs(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_5_moe", hidden_size=64)
     prompts = [prompt_of(30, number, 500) for number in range(6)]
-    plain = run(make_engine(directory, routed_experts=True), prompts, max_tokens=100)
+    plain = run(make_engine(directory, routed_experts=True), prompts, max_tokens=50)
     for offload_gb, how in ((0, "recomputes"), (0.1, "offloads")):
-        engine = make_engine(directory, num_blocks=26, offload_gb=offload_gb, routed_experts=True)
-        pressed = run(engine, prompts, max_tokens=100)
+        engine = make_engine(directory, num_blocks=16, offload_gb=offload_gb, routed_experts=True)
+        # Admit more requests than there are blocks for.
+        engine.scheduler._planner._admission.tokens_ahead = 0
+        pressed = run(engine, prompts, max_tokens=50)
         assert [one.routed_experts for one in pressed] == [one.routed_experts for one in plain]
         assert getattr(engine.stats(), how) > 0
 

@@ -130,6 +130,24 @@ def test_requests_keep_the_weights_that_they_began_with(
     assert engine.scheduler.pool.num_used == 0
 
 
+def test_all_choices_of_a_request_have_the_same_weights(paths: list[Path]) -> None:
+    """One decodes, or has just ended, while the other waits: the request has begun."""
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, n=2, ignore_eos=True)
+    plain = make_engine(paths[0], mtp_step=0)
+    expected = [output.new_token_ids for output in plain.generate([PROMPTS[0]], params)]
+    for num_steps, is_ended in ((3, False), (12, True)):
+        engine = make_engine(paths[0], mtp_step=0, max_batch=1)
+        engine.add_request(prompt_token_ids=PROMPTS[0], params=params, request_id="a")
+        outputs = [output for _ in range(num_steps) for output in engine.step()]
+        assert engine.scheduler.num_waiting == 1
+        assert any(output.finish_reason is not None for output in outputs) == is_ended
+        engine.update_weights(paths[1])
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        found = [[t for o in outputs if o.index == index for t in o.new_token_ids] for index in (0, 1)]
+        assert found == expected, num_steps
+
+
 def test_a_failure_midway_leaves_an_engine_that_refuses_requests(
     paths: list[Path], expected: list[list[int]]
 ) -> None:

@@ -85,7 +85,12 @@ def test_verify_equals_float64(shape: Shape, dtype: torch.dtype) -> None:
         assert rel_l2(got, exact) < 1e-6
 
 
-def test_verify_windows_equal_single_steps(shape: Shape, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("least_many", [2, 32])
+def test_verify_windows_equal_single_steps(
+    shape: Shape, dtype: torch.dtype, least_many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of three requests, as of many or not, against steps of one."""
+    monkeypatch.setattr("compiled_mtp.ops.gdn_verify.kernel.LEAST_MANY", least_many)
     check_windows_equal_single_steps(gdn_verify, shape, rounds=24, dtype=dtype, device="cuda")
 
 

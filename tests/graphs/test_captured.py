@@ -98,7 +98,8 @@ def driver_of(
     **options: Any,
 ) -> Driver:
     """Return a driver whose programs have graphs and are not ready yet."""
-    runner = make_runner(checkpoint, prefill_chunk=128, mtp_step="auto", mtp_depths=depths, **options)
+    sizes = {"prefill_chunk": 128, "mtp_step": "auto", "mtp_depths": depths, "lookup": "off"}
+    runner = make_runner(checkpoint, **(sizes | options))
     how: dict[str, Any] = {"is_compiled": is_compiled, "plain_depths": plain_depths}
     runner.programs = Programs(runner.step, runner.programs.buckets, 128, graph_mode=graph_mode, **how)
     return Driver(runner)

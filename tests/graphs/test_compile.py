@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
+from compiled_mtp.models.layers import Linear
 from compiled_mtp.ops.registry import NAMESPACE
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -141,7 +142,9 @@ def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_p
     """Step.decode, prefill and first_token compile as one graph each, and a second shape is an error."""
     write_checkpoint(tmp_path, num_layers=4, hidden_size=64, num_value_heads=1, intermediate_size=64)
     prompts = [[5], list(range(70)), list(range(3))]
-    params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
+    given = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
+    # The first request outlives the others and repeats itself: wide rounds verify drafts from its text.
+    params = [given.model_copy(update={"allowed_token_ids": [5], "max_tokens": 160}), given, given]
     outputs = []
     for compile in ("off", "on"):
         torch._dynamo.reset()
@@ -149,6 +152,8 @@ def test_nothing_compiles_while_serving_and_tokens_are_the_uncompiled_ones(tmp_p
         with torch.compiler.set_stance("fail_on_recompile" if compile == "on" else "default"):
             outputs.append([output.new_token_ids for output in engine.generate(prompts, params)])
     assert outputs[0] == outputs[1]
+    stats = engine.stats().speculation
+    assert stats.lookup_accepted > 2 * stats.lookup_rounds > 0
     program = engine.runner.programs._decode[Bucket(6, RoundShape(2, 2))]
     with (
         torch.no_grad(),
@@ -162,7 +167,7 @@ def test_batch_sizes_share_a_program_that_is_traced_and_saved_once(tmp_path: Pat
     write_checkpoint(tmp_path, hidden_size=64, num_value_heads=1, intermediate_size=64)
     prompts = [[5], list(range(70)), list(range(3))]
     params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
-    given: dict[str, Any] = {"mtp_step": 1, "max_batch": 3, "batch_sizes": (2,)}
+    given: dict[str, Any] = {"mtp_step": 1, "max_batch": 3, "batch_sizes": (2,), "lookup": "off"}
     expected = make_engine(tmp_path, compile="off", **given).generate(prompts, params)
     torch._dynamo.reset()
     engine = make_engine(tmp_path, compile="on", save_to=tmp_path / "saved", **given)
@@ -189,15 +194,15 @@ class Traced(Exception):
     """Stands in for running the traced code."""
 
 
-def few_or_four(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
-    return 1 if rows <= 16 else 4
+def one_four_or_two(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
+    return 1 if rows <= 16 else 4 if rows <= 256 else 2
 
 
 def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU: one split-K partial up to 16 rows, four above."""
-    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", few_or_four)
+    """As on a GPU: one split-K partial up to 16 rows, four up to 256, two above."""
+    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
 
@@ -219,6 +224,14 @@ def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
             program(size, RoundShape(3, 3))
     assert len(shapes) == 2 * (4 + 3)
     assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
+
+
+def test_each_number_of_rows_has_its_number_of_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
+    step = tiny.build_step(tiny.tiny_config(), 3, max_batch=2, dtype=torch.bfloat16)
+    product = next(m for m in step.modules() if isinstance(m, Linear) and m.is_before_norm)
+    counts = [product._count_of(torch.empty(rows, 1)) for rows in (1, 16, 17, 256, 257, 1024)]
+    assert counts == [1, 1, 4, 4, 2, 2]
 
 
 def test_the_garbage_collectors_settings_do_not_change() -> None:

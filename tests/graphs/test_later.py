@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "max_batch": 1,
     "max_model_len": 96,
     "num_threads": 1,
+    "lookup": "off",
 }
 PARAMS = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 METHODS = {

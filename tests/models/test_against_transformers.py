@@ -168,16 +168,16 @@ def draft_chain(draft: Callable[..., Any], tokens: torch.Tensor, before: torch.T
 
 
 @torch.no_grad()
-def test_greedy_tokens_over_64(case: Case) -> None:
+def test_greedy_tokens_past_a_key_split(case: Case) -> None:
     step = case.runner.step
     tiny.poison(step)
     tiny.install(step, 1, tuple((1, i, i + 1) for i in range(step.slots.block_table.shape[1])))
-    prompt = case.tokens[:70].tolist()
+    prompt = case.tokens[:110].tolist()
     out = [tiny.prefill(step, 1, prompt, CHUNK)]
-    while len(out) < 64:
+    while len(out) < 32:
         out += tiny.decode(step, [1])[0]
-    logits = case.oracle.target(torch.tensor(prompt + out))[1][len(prompt) - 1 : len(prompt) + 63]
+    logits = case.oracle.target(torch.tensor(prompt + out))[1][len(prompt) - 1 : len(prompt) + 31]
     best = logits.topk(2).values
     is_clear = best[:, 0] - best[:, 1] >= 1e-3
-    assert is_clear.sum() >= 60
-    assert torch.equal(logits.argmax(-1)[is_clear], torch.tensor(out[:64])[is_clear])
+    assert is_clear.sum() >= 30
+    assert torch.equal(logits.argmax(-1)[is_clear], torch.tensor(out[:32])[is_clear])

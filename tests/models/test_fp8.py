@@ -53,7 +53,7 @@ def streams(
     if expected is not None and engine.config.mtp_step:
         force_drafts(engine, expected, lambda name, pos: pos % 4)
     for index in range(3):
-        params = SamplingParams(max_tokens=12, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
+        params = SamplingParams(max_tokens=8, temperature=0.8 * (index % 2), seed=index, ignore_eos=True)
         prompt = prompt_of(10 + length * index, index, 512)
         engine.add_request(prompt_token_ids=prompt, params=params, request_id=str(index))
     return run_to_end(engine)

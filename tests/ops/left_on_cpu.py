@@ -16,7 +16,6 @@ HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
 INSTEAD = {
     "as_float": lambda bits: bits.to(torch.int32).view(torch.float32),
     "half_in": lambda word, high: (word >> 16 * high).to(torch.int16).view(torch.float16).float(),
-    "as_bfloat16": lambda bits: bits.to(torch.int16).view(torch.bfloat16),
 }
 
 

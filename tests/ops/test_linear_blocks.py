@@ -35,7 +35,7 @@ def random_fields(kind: Kind, n: int, units: int) -> torch.Tensor:
     if kind.name in ("Q8_0", "Q4_0"):
         return (torch.rand(n, units, kind.fields) * 0.02 + 1e-3).half().view(torch.int16)
     if kind.name == "NVFP4":
-        return (torch.rand(n, units, 8) * 4 - 2).to(torch.float8_e4m3fn).view(torch.int16)
+        return (torch.rand(n, units, 8) * 2).to(torch.float8_e4m3fn).view(torch.int16)
     if kind.name == "MXFP4":
         return torch.randint(115, 124, (n, units, 4)).to(torch.uint8).view(torch.int16)
     if kind.name == "IQ4_XS":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -426,6 +427,28 @@ def test_a_host_tier_that_turns_out_smaller_is_used_as_far_as_it_goes() -> None:
     assert [len(tokens) for tokens in log.tokens.values()] == [300] * 8
     assert scheduler.num_offloaded > 1
     assert scheduler.num_recomputed > 0
+
+
+WIDE = {"max_drafts": 15, "wide_drafts": 15, "wide_requests": 1}
+
+
+def test_one_request_has_wider_rounds_than_several() -> None:
+    limits = make_scheduler(**WIDE).limits
+    assert [limits.most_drafts(count) for count in (1, 2, 3)] == [15, 3, 3]
+    scoring = replace(limits, given=((3, 3), (7, 2)))
+    assert [scoring.most_drafts(count) for count in (1, 2, 3)] == [15, 7, 3]
+
+
+@pytest.mark.parametrize("widths", [{}, WIDE])
+def test_several_requests_leave_no_room_for_wide_rounds(widths: dict[str, int]) -> None:
+    """In a pool in which only two would run if each left room for wide rounds."""
+    sizes = {"max_batch": 4, "max_model_len": 300}
+    scheduler, runner = start(22, [(8, 200)] * 4, **sizes, **widths)
+    scheduler._planner._admission.tokens_ahead = 0
+    for _ in range(8):
+        step(scheduler, runner)
+    assert scheduler.num_running == 4
+    run_all(scheduler, runner)
 
 
 def test_a_replayed_request_is_admitted_when_its_known_tokens_fit() -> None:

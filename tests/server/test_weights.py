@@ -84,6 +84,26 @@ def test_weights_change_and_sleep_over_the_service(other: Path) -> None:
         assert text(server) == new
 
 
+def test_a_failure_midway_is_a_500_that_says_why(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(update: Any) -> None:
+        raise RuntimeError("no memory on the device")
+
+    engine = Engine(EngineConfig(device="cpu", mtp_step=0, compile="off"))
+    options: dict[str, Any] = {"api_key": "secret", "allow_weight_updates": True}
+    with running(engine, CHECKPOINT, engine.runner.memory.max_model_len, **options) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "replace_weights", fail)
+            failed = post(server, "/update_weights", path=str(other))
+        assert failed.status_code == 500
+        assert failed.json()["error"]["message"] == "RuntimeError: no memory on the device"
+        # Without weights it can neither serve nor sleep, until an update succeeds.
+        refused = post(server, "/sleep")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert "an update of its weights has failed" in refused.json()["error"]["message"]
+        assert post(server, "/update_weights", path=str(other)).status_code == 200
+        assert text(server) == expected(other)
+
+
 def test_they_need_to_be_allowed_with_a_key() -> None:
     with pytest.raises(ValueError, match="allow_weight_updates must come with a key, got none; set COMPILED"):
         ServerConfig(allow_weight_updates=True)

@@ -83,7 +83,7 @@ def test_rounds_in_one_phase_and_in_two_by_turns(
 
 
 def test_rounds_in_one_phase_and_in_two_compiled(checkpoint: Path, streams: dict[str, list[int]]) -> None:
-    runner = make_runner(checkpoint, compile="on", batch_sizes=(2,))
+    runner = make_runner(checkpoint, compile="on", batch_sizes=(2,), lookup="off")
     # Two and three requests share a program; phases run uncompiled.
     names = {shape.name for shape in runner.programs.shapes()}
     assert (runner.programs.count, len(names)) == (5, 4)
@@ -136,7 +136,8 @@ def test_compiled_programs_have_the_configured_depths(
 
 def test_drafts_are_returned_if_asked_for(checkpoint: Path) -> None:
     for with_drafts in (False, True):
-        driver = Driver(with_rounds(make_runner(checkpoint), product((0, 2, 3), repeat=2)))
+        runner = make_runner(checkpoint, lookup="off")
+        driver = Driver(with_rounds(runner, product((0, 2, 3), repeat=2)))
         driver.start("a", 1, PROMPTS["a"], chain=2)
         slots = driver.runner.step.slots
         for chain in (2, 3, 0):

@@ -15,7 +15,7 @@ from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.gdn_verify import gdn_verify
 from compiled_mtp.rounds.first_token import first_token
 from compiled_mtp.step import Step
-from compiled_mtp.step_output import OutputRow, StepOutput
+from compiled_mtp.step_output import _LOGPROB_WIDTH, OutputRow, StepOutput
 from tests import tiny
 from tests.ops.gdn_cases import fold
 
@@ -315,6 +315,28 @@ def test_logits_that_are_not_finite_are_reported_at_once(mtp_step: int, where: s
     step.slots.last_hidden[1, 3] = float("nan")
     packed = first_token(step, torch.tensor([1], dtype=torch.int32), mtp_step)
     assert StepOutput.unpack(packed, 1)[0].num_finite == 0
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("has_matches", [False, True])
+def test_drafts_that_no_request_wants_may_be_left_out(count: int, has_matches: bool) -> None:
+    """Every other column is read as it was packed, beside log probabilities too."""
+    columns = torch.arange(count * 9).view(count, 9)
+    matches = columns[:, 7:9] if has_matches else None
+    packed = StepOutput(columns[:, 0], columns[:, 1], columns[:, 2:4], columns[:, 4:7], matches).pack()
+    for num_logprobs in (0, 1):
+        added = torch.full((count, num_logprobs * 2 * _LOGPROB_WIDTH), -7)
+        named = {"num_logprobs": num_logprobs, "has_matches": has_matches}
+        whole = StepOutput.unpack(torch.cat((packed, added), dim=1), 2, **named)
+        cut = StepOutput.unpack(torch.cat((packed, added), dim=1), 2, wants_drafts=False, **named)
+        assert whole.drafts(count) == columns[:, 4:7].tolist()
+        assert [one.tokens for one in cut] == columns[:, 2:4].tolist()
+        assert (
+            cut.matches(count)
+            == whole.matches(count)
+            == (columns[:, 7:9].tolist() if has_matches else [[]] * count)
+        )
+        assert [one._replace(drafts=[]) for one in cut] == [one._replace(drafts=[]) for one in whole]
 
 
 @pytest.mark.parametrize("mtp_step", [0, 3])

@@ -94,3 +94,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         make = functools.partial(make_inputs, batch=1, query_len=ROWS, accepted=ROWS - 1, dtype=dtype)
         label = f"{SHAPES[name].linear_value_heads}-{dtype_label(dtype)}-ring{ring}"
         yield launch(label, gdn_verify, functools.partial(make, shape=SHAPES[name], ring=ring))
+    for name in ("27b", "4b", "0.8b"):
+        many = functools.partial(make_inputs, batch=32, query_len=ROWS, accepted=ROWS - 1)
+        label = f"{SHAPES[name].linear_value_heads}-bf16-many"
+        yield launch(label, gdn_verify, functools.partial(many, shape=SHAPES[name]))

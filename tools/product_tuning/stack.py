@@ -26,7 +26,8 @@ from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.rows import DecodeRows
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear import NARROW_ROWS, count_partials
+from compiled_mtp.ops.k_splits import NARROW_ROWS, WIDE_ROWS
+from compiled_mtp.ops.linear import count_partials
 from compiled_mtp.ops.linear.config import LinearConfig, linear_config
 from compiled_mtp.ops.linear.resident_config import LEAST_PIECE, ResidentTile, read_resident_table
 
@@ -78,8 +79,9 @@ class Stack:
         linear_config.cache_clear()
         for module in self.target.modules():
             if isinstance(module, Linear):
-                module.num_partials = count_partials(module.weight, 1)
-                module.num_large_m_partials = count_partials(module.weight, NARROW_ROWS + 1)
+                sizes = (1, NARROW_ROWS + 1, WIDE_ROWS + 1)
+                few, many, most = (count_partials(module.weight, rows) for rows in sizes)
+                module.partial_counts = few, many, most
         arguments = (self.tokens, self.rows, self.kv, self.state, self.cos_sin)
         return time_us([functools.partial(self.target, *arguments)])
 
@@ -132,11 +134,12 @@ class ResidentTuner:
         self.names = {}
         for module in linears:
             n, k = module.weight.shape
+            parts = module.partial_counts[0] if module.is_before_norm else 1
             kind = "gated" if module.is_gated else "product"
             if module.is_before_norm:
-                kind = f"parts{module.num_partials}"
+                kind = f"parts{parts}"
             if module.may_be_resident:
-                self.names[f"{n}x{k} {kind}"] = (n, k, module.num_partials if module.is_before_norm else 1)
+                self.names[f"{n}x{k} {kind}"] = (n, k, parts)
         self.linears = linears
 
     def stack_us(self) -> float:

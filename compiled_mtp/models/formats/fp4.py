@@ -111,6 +111,15 @@ class NVFP4(_FP4):
         """The float32 values of these rows and columns."""
         return self.finish(super().decode(rows, columns, device), self.whole(self.factor).to(device))
 
+    def units(
+        self, rows: slice, columns: slice, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes, fields and factors, as `_FP4` has them; codes take the signs of negative scales."""
+        codes, fields, factors = super().units(rows, columns, device)
+        signs = fields.flatten(1).view(torch.uint8) >> 7
+        codes ^= signs.repeat_interleave(self.group, 1) << 3
+        return codes, fields & 0x7F7F, factors
+
     def row_factors(self, rows: int, device: torch.device) -> torch.Tensor:
         """The tensor's factor, or what multiplies instead of it, for each row."""
         whole = self.whole(self.factor).float().reshape(1)
