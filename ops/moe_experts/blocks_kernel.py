@@ -1,7 +1,7 @@
 """The two products of grouped experts in scaled codes (ops.blocks), decoded as `blocks_triton` decodes them.
 
 A step takes one unit of 128 columns: its values, rounded to bfloat16, 16 or 32 columns at a time. That order
-holds for every tile, so a pair has the same bits in all of them. The shared expert is plain: its tiles
+holds for every tile, so a pair has the same bits in all of a round's. The shared expert is plain: its tiles
 multiply the weight as it is, in the same launches.
 """
 
@@ -188,7 +188,7 @@ def down_blocks_kernel(
 
 
 def launch_moe_experts_blocks(args: Any) -> torch.Tensor:
-    return launch_tiles(tiles_for(args.ids.numel(), len(args.gate_up)), args)
+    return launch_tiles(tiles_for(args.ids.numel(), len(args.gate_up), args.prefill), args)
 
 
 def launch_tiles(config: W4A16Tiles, args: Any) -> torch.Tensor:

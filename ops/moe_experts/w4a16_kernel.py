@@ -2,8 +2,8 @@
 
 A step takes one unit of 128 columns (ops.int4). The products of a group's columns are summed in a tensor
 core, multiplied by the scale in float32 and added to the total. That order holds for every tile, so a pair
-has the same bits in all tiles. The shared expert may be plain: its tiles then multiply the weight as it is,
-in the same launches.
+has the same bits in all of a round's tiles. The shared expert may be plain: its tiles then multiply the
+weight as it is, in the same launches.
 """
 
 from __future__ import annotations
@@ -178,15 +178,20 @@ class W4A16Tiles:
     stages: int
 
 
-def tiles_for(num_pairs: int, experts: int) -> W4A16Tiles:
-    """The tiles of `num_pairs` pairs of `experts` experts. No tile gives a pair other bits."""
+PROMPT_TILES = W4A16Tiles(64, 128, 128, 8, 3)
+
+
+def tiles_for(num_pairs: int, experts: int, prefill: bool) -> W4A16Tiles:
+    """The tiles of `num_pairs` pairs of `experts` experts. No tile of a round gives a pair other bits."""
+    if prefill:
+        return PROMPT_TILES
     if num_pairs >= TALL_PAIRS * experts:
         return W4A16Tiles(32, 128, 128, 4, 3)
     return W4A16Tiles(16, 64, 64, 2, 4)
 
 
 def launch_moe_experts_w4a16(args: Any) -> torch.Tensor:
-    return launch_tiles(tiles_for(args.ids.numel(), len(args.gate_up)), args)
+    return launch_tiles(tiles_for(args.ids.numel(), len(args.gate_up), args.prefill), args)
 
 
 def launch_tiles(config: W4A16Tiles, args: Any) -> torch.Tensor:
@@ -211,7 +216,7 @@ def launch_moe_hidden_w4a16(args: Any) -> torch.Tensor:
     x, ids, (_, both, _) = args.x, args.ids, args.gate_up.shape
     hidden = torch.empty((ids.numel(), both // 2), dtype=x.dtype, device=x.device)
     if ids.numel():
-        tiles = tiles_for(ids.numel(), len(args.gate_up))
+        tiles = tiles_for(ids.numel(), len(args.gate_up), args.prefill)
         table = plan(ids, len(args.gate_up) + (args.shared_gate_up is not None), tiles.rows)
         stack = (args.gate_up, args.gate_up_scale, args.shared_gate_up)
         multiply_gate_up(tiles, x, *stack, *table, hidden, ids.shape[1])
@@ -222,7 +227,7 @@ def launch_moe_sums_w4a16(args: Any) -> torch.Tensor:
     hidden, ids, (_, width, _) = args.hidden, args.ids, args.down.shape
     out = torch.empty((len(ids), width), dtype=hidden.dtype, device=hidden.device)
     if ids.numel():
-        tiles = tiles_for(ids.numel(), len(args.down))
+        tiles = tiles_for(ids.numel(), len(args.down), args.prefill)
         table = plan(ids, len(args.down) + (args.shared_down is not None), tiles.rows)
         results = torch.empty((ids.numel(), width), dtype=torch.float32, device=hidden.device)
         multiply_down(tiles, hidden, args.down, args.down_scale, args.shared_down, *table, results)

@@ -34,12 +34,14 @@ def test_experts_have_the_same_bits_and_the_values_of_float64(
     stacks = [values_of(case, name).float().cuda() for name in ("gate_up", "down")]
     case = {name: one.cuda() if isinstance(one, torch.Tensor) else one for name, one in case.items()}
     exact = float64_block(case["x"], case["weights"], case["ids"], *stacks, None, None)
-    whole = moe_experts_blocks(**case)
-    assert rel_l2(whole, exact) < 4e-3
+    whole, prompt = (moe_experts_blocks(**case, prefill=prefill) for prefill in (False, True))
+    for got in (whole, prompt):
+        assert rel_l2(got, exact) < 4e-3
     for rows in (1, 3, 4, 16, 17, 33, 64, 65, 129):
-        with poisoned_allocations():
-            got = moe_experts_blocks(**first_rows(case, rows))
-        assert torch.equal(got, whole[:rows]), rows
+        for prefill, wanted in ((False, whole), (True, prompt)):
+            with poisoned_allocations():
+                got = moe_experts_blocks(**first_rows(case, rows), prefill=prefill)
+            assert torch.equal(got, wanted[:rows]), (rows, prefill)
     few = arguments(first_rows(case, 129))
     for tiles in ((16, 64, 64, 2, 4), (16, 128, 128, 4, 3), (32, 64, 64, 4, 2), (32, 128, 128, 4, 3)):
         assert torch.equal(launch_tiles(W4A16Tiles(*tiles), few), whole[:129]), tiles

@@ -67,9 +67,10 @@ def test_kernel_in_interpreter(interpreter: None, kinds: tuple[str, str]) -> Non
     case = case_of(5, 3, 2, 256, 128, kinds)
     wide = torch.full((5, 264), float("nan")).bfloat16()
     wide[:, :256] = case["x"]
-    with poisoned_allocations():
-        got = moe_experts_blocks.launch(**case | {"x": wide[:, :256]})
-    assert relative_error(got, exact(case)) < 5e-3
+    for prefill in (False, True):
+        with poisoned_allocations():
+            got = moe_experts_blocks.launch(**case | {"x": wide[:, :256], "prefill": prefill})
+        assert relative_error(got, exact(case)) < 5e-3
     assert relative_error(moe_experts_blocks(**case), exact(case)) < 5e-3
 
 
@@ -108,7 +109,7 @@ def test_registration_and_compile() -> None:
     case = case_of(3, 2, 2, 128, 128)
     names = ("x", "weights", "ids", "gate_up", "down", "gate_up_scale", "down_scale")
     names += ("shared_gate_up", "shared_down", "gate_up_kind", "down_kind")
-    args = tuple(case[name] for name in names)
+    args = (*(case[name] for name in names), False)
     torch.library.opcheck(moe_experts_blocks.overload, args, test_utils=kinds)
     check_compiles(moe_experts_blocks, [args])
 

@@ -73,10 +73,11 @@ def test_kernel_in_interpreter(interpreter: None, group: int, is_shared_plain: b
     case = case_of(5, 4, 2, 256, 128, group, is_shared_plain=is_shared_plain, dtype=dtype)
     wide = torch.full((5, 264), float("nan")).bfloat16()
     wide[:, :256] = case["x"]
-    with poisoned_allocations():
-        got = moe_experts_w4a16.launch(**case | {"x": wide[:, :256]})
-    assert got.dtype == torch.bfloat16
-    assert relative_error(got, exact(case)) < 5e-3
+    for prefill in (False, True):
+        with poisoned_allocations():
+            got = moe_experts_w4a16.launch(**case | {"x": wide[:, :256], "prefill": prefill})
+        assert got.dtype == torch.bfloat16
+        assert relative_error(got, exact(case)) < 5e-3
     assert relative_error(moe_experts_w4a16(**case), exact(case)) < 5e-3
 
 
@@ -152,7 +153,7 @@ def test_registration_and_compile() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for is_shared_plain in (False, True):
         case = case_of(3, 4, 2, is_shared_plain=is_shared_plain)
-        args = (*case.values(), *((None, None) if not is_shared_plain else ()))
+        args = (*case.values(), *((None, None) if not is_shared_plain else ()), False)
         torch.library.opcheck(moe_experts_w4a16.overload, args, test_utils=kinds)
         check_compiles(moe_experts_w4a16, [args])
 
@@ -201,8 +202,16 @@ def test_products_apart_have_the_bits_of_the_whole(
 def test_products_apart_are_registered_and_refuse() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     case = case_of(3, 4, 2)
-    first = (case["x"], case["ids"], case["gate_up"], case["gate_up_scale"], None)
-    second = (moe_hidden_w4a16(*first), case["weights"], case["ids"], case["down"], case["down_scale"], None)
+    first = (case["x"], case["ids"], case["gate_up"], case["gate_up_scale"], None, False)
+    second = (
+        moe_hidden_w4a16(*first),
+        case["weights"],
+        case["ids"],
+        case["down"],
+        case["down_scale"],
+        None,
+        False,
+    )
     for made, args in ((moe_hidden_w4a16, first), (moe_sums_w4a16, second)):
         torch.library.opcheck(made.overload, args, test_utils=kinds)
         check_compiles(made, [args])
