@@ -15,7 +15,7 @@ CPU_K_SPLITS = 4
 # Up to this number of rows a product reads its weight once, in narrow tiles; above, it is a large-M product.
 NARROW_ROWS = 16
 # Above this number of rows the processors have enough tiles, and partials cost more than they bring.
-WIDE_ROWS = 256
+WIDE_ROWS = 128
 
 
 def count_k_splits(k: int) -> int:

@@ -3,47 +3,51 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
 
 from compiled_mtp.ops.descriptors import is_describable
 from compiled_mtp.ops.device import Device
-from compiled_mtp.ops.k_splits import K_SPLIT_UNIT
+from compiled_mtp.ops.k_splits import K_SPLIT_UNIT, WIDE_ROWS
 
 # The architecture whose tensor cores the kernel uses.
 ARCH = "sm_90"
 # Of a row of a step's columns: a row of the swizzle.
 STEP_BYTES = 128
-# Handing sums over takes as long as this number of steps, measured on an H200.
-HAND_OVER_STEPS = 12
-# With fewer rows (by the bytes of an element) or multiplications other kernels are faster: measured on an
-# H200 with 27B's products of 128 to 1,024 rows.
-LEAST_ROWS = {2: 129, 1: 65}
-LEAST_PRODUCTS = 12_000_000_000
+# Fewest rows, by the bytes of an element, and multiplications with which the kernel is faster than others:
+# measured on an H200 with 27B's and 4B's products of 128 to 1,024 rows.
+LEAST_ROWS = {2: 128, 1: 65}
+LEAST_PRODUCTS = {2: 9_000_000_000, 1: 3_300_000_000}
+# Numbers of the weight, if a norm adds K splits: then from WIDE_ROWS + 1 rows on, as gated products.
+LEAST_WEIGHT = 10_000_000
+# K splits that are stored apart for the norm: it reads few, and most processors have a task.
+WIDE_PARTS = 2
 # Beyond, one share per row tile leaves too many processors idle.
 MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class PersistentTile:
-    """Rows and weight rows of a tile, and stages of the pipeline.
+    """Rows and weight rows of a tile, stages of the pipeline, and microseconds on an H200.
 
-    cost: time per row and weight row, relative to other tiles of the same dtype.
+    step_us: of a step. task_us: to begin a task and to store its result. chain_us: to add a chain's sums to
+    those of another. cut_us: to hand sums over, and to take those of another program.
     """
 
     block_m: int
     block_n: int
     num_stages: int
-    cost: float
+    step_us: float
+    task_us: float
+    chain_us: float
+    cut_us: float
 
 
-# By the bytes of an element. FP8 has 128 weight rows, which share a scale: a block's product takes as many
-# registers as the sums.
+# By the bytes of an element; fitted to the same products. FP8 has 128 weight rows, which share a scale.
 TILES = {
-    2: (PersistentTile(128, 256, 4, 1.0), PersistentTile(128, 128, 6, 1.05)),
-    1: (PersistentTile(128, 128, 6, 1.0),),
+    2: (PersistentTile(128, 256, 4, 0.66, 3.0, 12.0, 8.0), PersistentTile(128, 128, 6, 0.36, 2.5, 1.0, 4.8)),
+    1: (PersistentTile(128, 128, 6, 0.45, 2.8, 2.2, 3.2),),
 }
 
 
@@ -64,10 +68,29 @@ class PersistentProduct:
     shares: int
 
     @property
+    def whole_us(self) -> float:
+        """Return the estimated time of the programs with the most whole tasks."""
+        return -(-self.tasks // self.shares) * self._task_us
+
+    @property
+    def cut_us(self) -> float:
+        """Return the estimated time if all programs have equally many steps."""
+        return self.tasks / self.shares * self._task_us + self.tile.task_us + self.tile.cut_us
+
+    @property
+    def _task_us(self) -> float:
+        tile = self.tile
+        return self.steps * tile.step_us + tile.task_us + (self.chains - 1) * tile.chain_us
+
+    @property
     def is_cut(self) -> bool:
         """Return whether programs cut tasks: they would wait longer for the last of whole ones."""
-        whole = -(-self.tasks // self.shares) * self.steps
-        return whole > self.tasks * self.steps / self.shares + HAND_OVER_STEPS
+        return self.cut_us < self.whole_us
+
+    @property
+    def unit(self) -> int:
+        """Return the steps of which a program has whole multiples."""
+        return 1 if self.is_cut else self.steps
 
     @property
     def slots(self) -> int:
@@ -93,15 +116,24 @@ def choose_product(
     rows: int, width: int, k: int, parts: int, chains: int, gated: bool, itemsize: int, num_processors: int
 ) -> PersistentProduct:
     """Return the product with the tile of the least estimated time."""
-
-    def time(product: PersistentProduct) -> float:
-        tile, tasks = product.tile, product.tasks / product.shares
-        is_cut = product.is_cut
-        steps = tasks * product.steps + HAND_OVER_STEPS if is_cut else math.ceil(tasks) * product.steps
-        return steps * tile.block_m * tile.block_n * tile.cost
-
     last = (width, k, parts, chains, gated, itemsize, num_processors)
-    return min((share_out(tile, rows, *last) for tile in TILES[itemsize]), key=time)
+    products = [share_out(tile, rows, *last) for tile in TILES[itemsize]]
+    return min(products, key=lambda product: min(product.whole_us, product.cut_us))
+
+
+def has_few_parts(device: Device, n: int, k: int) -> bool:
+    """Return whether a product before a norm has WIDE_PARTS parts above WIDE_ROWS rows."""
+    return device.has_copy_engine and device.arch == ARCH and n * k >= LEAST_WEIGHT
+
+
+def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, gated: bool) -> bool:
+    """Return whether the kernel is faster than others with so many rows of a weight [n, k]."""
+    if rows > MOST_ROWS:
+        return False
+    if parts > 1:
+        return rows > WIDE_ROWS and n * k >= LEAST_WEIGHT
+    least_rows = WIDE_ROWS + 1 if gated else LEAST_ROWS[itemsize]
+    return rows >= least_rows and rows * n * k >= LEAST_PRODUCTS[itemsize]
 
 
 def find_persistent(
@@ -114,7 +146,7 @@ def find_persistent(
     are not whole blocks of K_SPLIT_UNIT.
     """
     (rows, k), n = x.shape, weight.shape[0]
-    if not LEAST_ROWS[x.element_size()] <= rows <= MOST_ROWS or rows * n * k < LEAST_PRODUCTS:
+    if not is_worth_it(rows, n, k, x.element_size(), parts, gated):
         return None
     if not device.has_copy_engine or device.arch != ARCH:
         return None

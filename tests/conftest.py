@@ -7,10 +7,14 @@ file; fixtures belong beside their tests.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
 import pytest
 import torch
+
+# Collecting the tests imports what lives to the end. Looking through it again and again would take seconds.
+gc.disable()
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -32,6 +36,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     triton_interpreter.compute_correctly()
     triton_interpreter.skip_repeated_work()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    # Else nanobind reports as leaked what the interpreter cannot collect at its end.
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -204,7 +204,9 @@ class Linear(nn.Module):
         if not self._is_stacked:
             return few
         rows = x.shape[0] - 1
-        return few + (many - few) * min(1, rows // NARROW_ROWS) + (most - many) * min(1, rows // WIDE_ROWS)
+        count = few + (many - few) * min(1, rows // NARROW_ROWS) + (most - many) * min(1, rows // WIDE_ROWS)
+        # The compiler does not see that the count stays positive.
+        return max(1, count)
 
     def _prompt_sums(self, x: Activations) -> torch.Tensor:
         """A prompt's sums [1, M, out_features]: each rank multiplies the whole x by its rows of a weight."""

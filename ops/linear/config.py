@@ -19,6 +19,7 @@ import torch
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.k_splits import K_SPLIT_UNIT, NARROW_ROWS, WIDE_ROWS, count_k_splits, part_counts
+from compiled_mtp.ops.persistent_config import WIDE_PARTS, has_few_parts
 
 # The most chains that a program sums at the same time.
 MAX_SIDE_BY_SIDE = 4
@@ -278,13 +279,17 @@ def count_partials(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: i
     """Return how many partials make `linear_partials` fastest with `rows` rows; 1 on a CPU.
 
     The count changes no bit. A shard of the columns has as many partials as the whole weight, at most one per
-    K split: fewer programs would not use the full speed of memory.
+    K split: fewer programs would not use the full speed of memory. With more than WIDE_ROWS rows, persistent
+    programs sum a large whole weight in WIDE_PARTS.
     """
     if weight.device.type != "cuda":
         return 1
     device = device_of(weight.device.index)
     n, k = whole_size(weight, whole_n, whole_k)
     split = shared_split(device.arch, n, k, weight.dtype)
+    is_whole = weight.shape == (n, k) and weight.dtype is torch.bfloat16
+    if rows > WIDE_ROWS and is_whole and count_k_splits(k) > 1 and has_few_parts(device, n, k):
+        return WIDE_PARTS
     if rows > NARROW_ROWS:
         k_splits = count_k_splits(k)
         # Measured with 27B's out: 128 rows take 54, 34, 31 and 35 us with one, two, four and eight partials.

@@ -175,19 +175,18 @@ def attend_splits(
 
 @triton.jit
 def attend_item(
-    q, kv, kv_scale, block_table, positions, request, split, split_end, kv_head, row_tile,
+    q, kv, kv_scale, block_table, positions, request, last, lowest, split, split_end, kv_head, row_tile,
     q_row_stride, q_head_stride, block_stride, half_stride, head_stride, token_stride, scale_block_stride,
     scale_half_stride, scale_head_stride, table_stride, query_len, max_blocks, first_key, scale_log2,
-    GROUP: tl.constexpr, HD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MAX_WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, HD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_PREFIX: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALE: tl.constexpr, TAIL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return sums, maxima and totals of BM rows over a request's splits split .. split_end - 1."""
-    step = tl.arange(0, MAX_WINDOW)
-    at = positions + request.to(tl.int64) * query_len + step
-    position = tl.load(at, mask=step < query_len, other=-1).to(tl.int32)
-    end = tl.minimum(tl.max(position, 0), max_blocks * BLOCK_SIZE - 1) + 1
-    end = tl.minimum(end, split_begin(split_end))
-    seen_by_all = tl.min(tl.where(step < query_len, position, 2147483646), 0) + 1
+    """Return sums, maxima and totals of BM rows over a request's splits split .. split_end - 1.
+
+    last: the request's last key; lowest: the lowest position of its rows.
+    """
+    end = tl.minimum(last + 1, split_begin(split_end))
+    seen_by_all = lowest + 1
     row = row_tile * BM + tl.arange(0, BM)
     token = row // GROUP
     is_row = token < query_len
@@ -311,11 +310,14 @@ def verify_kernel(
     is_request = requests < num_requests
     # One vector per window row, not one tile: a vector lies in one warp, so its sums need no other warp.
     last = tl.full((MAX_REQUESTS,), -1, tl.int32)
+    lowest = tl.full((MAX_REQUESTS,), 2147483646, tl.int32)
     for step in tl.static_range(MAX_WINDOW):
         is_step = is_request & (tl.zeros_like(requests) + step < query_len)
         position = tl.load(positions + requests * query_len + step, mask=is_step, other=-1).to(tl.int32)
         last = tl.maximum(last, position)
-    last = tl.minimum(last, max_blocks * BLOCK_SIZE - 1)
+        lowest = tl.minimum(lowest, tl.where(is_step, position, 2147483646))
+    last_key = max_blocks * BLOCK_SIZE - 1
+    last = tl.minimum(last, last_key)
     first_split = split_of(first_key)
     counts = tl.where(last >= first_key, split_of(last) + 1 - first_split, 0)
     row_tiles = tl.cdiv(query_len * GROUP, BM)
@@ -347,12 +349,18 @@ def verify_kernel(
             split = tl.where(is_prefix, first_split, split)
             kv_head = item // row_tiles % HKV
             row_tile = item % row_tiles
+            # The vectors of all requests would take longer to search than these rows to load.
+            window = tl.arange(0, MAX_WINDOW)
+            at = positions + request.to(tl.int64) * query_len + window
+            own_position = tl.load(at, mask=window < query_len, other=-1).to(tl.int32)
             sums, largest, total = attend_item(
-                q, kv, kv_scale, block_table, positions, request, split,
+                q, kv, kv_scale, block_table, positions, request,
+                tl.minimum(tl.max(own_position, 0), last_key),
+                tl.min(tl.where(window < query_len, own_position, 2147483646), 0), split,
                 tl.where(is_prefix, prefix_end, split + 1), kv_head, row_tile, q_row_stride, q_head_stride,
                 block_stride, half_stride, head_stride, token_stride, scale_block_stride, scale_half_stride,
                 scale_head_stride, table_stride, query_len, max_blocks, first_key, scale_log2,
-                GROUP, HD, BM, BN, MAX_WINDOW, HAS_PREFIX, BLOCK_SIZE, HAS_SCALE, TAIL_STAGES,
+                GROUP, HD, BM, BN, HAS_PREFIX, BLOCK_SIZE, HAS_SCALE, TAIL_STAGES,
             )  # fmt: skip
             if tl.sum(tl.where(requests == request, counts, 0), 0) == 0:
                 store_result(
@@ -382,12 +390,13 @@ def verify_kernel(
             request, split, kv_head, row_tile = find_item(
                 turn, ends, counts, requests, row_tiles, first_split, HKV
             )
+            own = requests == request
             sums, largest, total = attend_item(
-                q, kv, kv_scale, block_table, positions, request, split, split + 1, kv_head, row_tile,
-                q_row_stride, q_head_stride, block_stride, half_stride, head_stride, token_stride,
-                scale_block_stride, scale_half_stride, scale_head_stride, table_stride, query_len, max_blocks,
-                first_key, scale_log2, GROUP, HD, BM, BN, MAX_WINDOW, HAS_PREFIX, BLOCK_SIZE, HAS_SCALE,
-                TAIL_STAGES,
+                q, kv, kv_scale, block_table, positions, request, tl.sum(tl.where(own, last, 0), 0),
+                tl.sum(tl.where(own, lowest, 0), 0), split, split + 1, kv_head, row_tile, q_row_stride,
+                q_head_stride, block_stride, half_stride, head_stride, token_stride, scale_block_stride,
+                scale_half_stride, scale_head_stride, table_stride, query_len, max_blocks, first_key,
+                scale_log2, GROUP, HD, BM, BN, HAS_PREFIX, BLOCK_SIZE, HAS_SCALE, TAIL_STAGES,
             )  # fmt: skip
             store_partial(
                 part_sum, part_largest, part_total, sums, largest, total,

@@ -23,7 +23,8 @@ def processors() -> int:
 # Tasks that are cut inside a chain and between chains, and whole ones; chains that wait in registers and in
 # slots; a width that no tile divides.
 @pytest.mark.parametrize(
-    "n, k, parts, chains", [(34816, 1024, 1, 1), (5120, 4096, 4, 2), (16480, 1024, 1, 4)]
+    "n, k, parts, chains",
+    [(34816, 1024, 1, 1), (5120, 4096, 4, 2), (5120, 4096, 2, 4), (5120, 4096, 1, 8), (16480, 1024, 1, 4)],
 )
 @pytest.mark.parametrize("index", [0, 1])
 def test_sums_have_the_bits_of_few_rows(n: int, k: int, parts: int, chains: int, index: int) -> None:
@@ -43,7 +44,7 @@ def test_sums_have_the_bits_of_few_rows(n: int, k: int, parts: int, chains: int,
     assert not zero_counters(x.device).any()
 
 
-@pytest.mark.parametrize("n, k, parts", [(34816, 1024, 1), (5120, 4096, 4), (5120, 4096, 8)])
+@pytest.mark.parametrize("n, k, parts", [(34816, 1024, 1), (5120, 4096, 2), (5120, 4096, 4), (5120, 4096, 8)])
 def test_quantised_sums_have_the_bits_of_few_rows(n: int, k: int, parts: int) -> None:
     from compiled_mtp.ops.linear_w8a8.config import W8A8Config
     from compiled_mtp.ops.linear_w8a8.kernel import launch_config

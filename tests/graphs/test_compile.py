@@ -195,13 +195,13 @@ class Traced(Exception):
 
 
 def one_four_or_two(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: int = 0) -> int:
-    return 1 if rows <= 16 else 4 if rows <= 256 else 2
+    return 1 if rows <= 16 else 4 if rows <= 128 else 2
 
 
 def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU: one split-K partial up to 16 rows, four up to 256, two above."""
+    """As on a GPU: one split-K partial up to 16 rows, four up to 128, two above."""
     monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
@@ -230,7 +230,7 @@ def test_each_number_of_rows_has_its_number_of_partials(monkeypatch: pytest.Monk
     monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=2, dtype=torch.bfloat16)
     product = next(m for m in step.modules() if isinstance(m, Linear) and m.is_before_norm)
-    counts = [product._count_of(torch.empty(rows, 1)) for rows in (1, 16, 17, 256, 257, 1024)]
+    counts = [product._count_of(torch.empty(rows, 1)) for rows in (1, 16, 17, 128, 129, 1024)]
     assert counts == [1, 1, 4, 4, 2, 2]
 
 

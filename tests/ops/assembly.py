@@ -4,11 +4,15 @@ after another, or two neighbouring ones that share registers."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 Registers = dict[str, torch.Tensor]
+# What an instruction computes, its target, and its operands: names of registers, and constants.
+Instruction = tuple[Callable[..., torch.Tensor], str, list[str | torch.Tensor]]
 WORD = 0xFFFFFFFF
 
 
@@ -23,28 +27,40 @@ def run(asm: Any, constraints: str, args: Any, dtype: torch.dtype, is_pure: bool
     assert constraints.count(",") + 1 == outputs + len(inputs), constraints
     for index, register in enumerate(inputs):
         registers[f"${outputs + index}"] = register
-    for line in re.split(r"[;\n]", str(getattr(asm, "value", asm))):
-        text = line.strip()
-        if text and text not in "{}" and not text.startswith(".reg"):
-            name, operands = text.split(" ", 1)
-            if "{" in operands:
-                move_halves(registers, operands)
-                continue
-            target, *given = [operand.strip() for operand in operands.split(",")]
-            values = [operand_of(registers, operand) for operand in given]
-            registers[target] = INSTRUCTIONS[name](*values) & WORD
+    for instruction, target, given in parsed(str(getattr(asm, "value", asm))):
+        values = [registers[one] if isinstance(one, str) else one for one in given]
+        registers[target] = instruction(*values) & WORD
     found = [registers[f"${index}"].expand_as(inputs[0]) for index in range(outputs)]
     return from_registers(found, dtype, tiles[0].shape)
 
 
-def move_halves(registers: Registers, operands: str) -> None:
-    """Take a register apart, `mov.b32 {low, high}, word`, or join two of 16 bits, the reverse."""
-    low, high, word = re.findall(r"[$\w]+", operands)
+@cache
+def parsed(asm: str) -> list[Instruction]:
+    found: list[Instruction] = []
+    for line in re.split(r"[;\n]", asm):
+        text = line.strip()
+        if text and text not in "{}" and not text.startswith(".reg"):
+            name, operands = text.split(" ", 1)
+            if "{" in operands:
+                found += moves_of_halves(operands)
+                continue
+            target, *given = [operand.strip() for operand in operands.split(",")]
+            found.append((INSTRUCTIONS[name], target, [operand_of(one) for one in given]))
+    return found
+
+
+def operand_of(text: str) -> str | torch.Tensor:
+    if text.startswith("0f"):
+        return torch.tensor(int(text[2:], 16))
+    return text if re.match("[$%a-z]", text) else torch.tensor(int(text, 0))
+
+
+def moves_of_halves(operands: str) -> list[Instruction]:
+    """`mov.b32 {low, high}, word` takes a register apart; the reverse joins two of 16 bits."""
+    first, second, third = re.findall(r"[$%\w]+", operands)
     if operands.startswith("{"):
-        registers[low], registers[high] = registers[word] & 0xFFFF, registers[word] >> 16
-    else:
-        target, low, high = low, high, word
-        registers[target] = registers[low] | registers[high] << 16
+        return [(lambda word: word & 0xFFFF, first, [third]), (lambda word: word >> 16, second, [third])]
+    return [(lambda low, high: low | high << 16, first, [second, third])]
 
 
 def to_registers(tile: torch.Tensor, pack: int) -> list[torch.Tensor]:
@@ -71,13 +87,7 @@ def from_registers(found: list[torch.Tensor], dtype: torch.dtype, shape: torch.S
 
 
 def signed(words: torch.Tensor, bits: int) -> torch.Tensor:
-    return torch.where(words >> (bits - 1) == 1, words - (1 << bits), words)
-
-
-def operand_of(registers: Registers, text: str) -> torch.Tensor:
-    if text.startswith("0f"):
-        return torch.tensor(int(text[2:], 16))
-    return registers[text] if text in registers else torch.tensor(int(text, 0))
+    return words << (64 - bits) >> (64 - bits)
 
 
 def floats(word: torch.Tensor) -> torch.Tensor:

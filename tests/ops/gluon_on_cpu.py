@@ -50,7 +50,7 @@ class Shared:
     def index(self, index: Any) -> Shared:
         return Shared(self.values[int(index)])
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.values.narrow(dim, start, length))
 
 
@@ -129,6 +129,7 @@ class Program:
         types = ("bfloat16", "float32", "int64", "int32", "int16", "int8")
         return SimpleNamespace(
             **dict.fromkeys((*names, "NVMMADistributedLayout"), layout),
+            DistributedLinearLayout=lambda **fields: fields,
             **{name: getattr(torch, name) for name in types},
             constexpr=None,
             static_range=range,
@@ -142,6 +143,7 @@ class Program:
             reshape=torch.reshape,
             permute=torch.permute,
             split=lambda pairs: pairs.unbind(-1),
+            join=lambda left, right: torch.stack((left, right), -1),
             expand_dims=torch.unsqueeze,
             fma=lambda a, b, c: (a.double() * b + c).to(c.dtype),
             load=self.load,
@@ -276,13 +278,14 @@ def run_together(
         raise errors[0]
 
 
-def names_of(module: Any) -> dict[str, Any]:
+def names_of(module: Any, seen: tuple[Any, ...] = ()) -> dict[str, Any]:
     """The names of a kernel's module, and of the modules whose device functions it imports."""
     own: dict[str, Any] = {}
     for value in vars(module).values():
         function = getattr(value, "fn", None)
-        if isinstance(function, FunctionType):
-            own |= vars(inspect.getmodule(function))
+        source = inspect.getmodule(function) if isinstance(function, FunctionType) else None
+        if source not in (None, module, *seen):
+            own |= names_of(source, (*seen, module))
     return own | vars(module)
 
 

@@ -46,15 +46,15 @@ class Tiles:
 class PersistentProgram(Program):
     """One program's view."""
 
-    def __init__(self, program: int, programs: int) -> None:
-        super().__init__((program, 0), 4)
+    def __init__(self, program: tuple[int, int], programs: tuple[int, int]) -> None:
+        super().__init__(program, 4)
         self.programs = programs
         self.flags_taken = self.flags_set = 0
 
     def gl(self) -> SimpleNamespace:
         more = {
             "allocate_shared_memory": self.allocate,
-            "num_programs": lambda axis: torch.tensor(self.programs),
+            "num_programs": lambda axis: torch.tensor(self.programs[axis]),
             "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
             "zeros_like": torch.zeros_like,
             "load": lambda at, cache_modifier="": at.values[at.offset],
@@ -67,7 +67,7 @@ class PersistentProgram(Program):
     def allocate(self, dtype: Any, shape: list[Any], _: Any) -> Shared:
         if dtype == torch.int64:
             return Shared(torch.zeros(shape, dtype=dtype))
-        return Shared(torch.full(shape, float("nan")).to(dtype.own))
+        return Shared(torch.full(shape, float("nan")).to(getattr(dtype, "own", dtype)))
 
     def mbarrier(self) -> SimpleNamespace:
         def arrive(shared: Shared, count: int, pred: bool = True) -> None:
@@ -99,6 +99,10 @@ class PersistentProgram(Program):
         size = values.numel() * values.element_size()
         self.barrier_of(barrier).arrive(0, -size, [(shared.values, values)])
 
+    def copy_numbers(self, shared: Shared, at: Pointer) -> None:
+        assert self.has_waited, "no scale may be loaded before the wait"
+        self.async_load(shared, at)
+
 
 def start(
     left: Shared, right: Shared, total: torch.Tensor, use_acc: bool = True, is_async: bool = False
@@ -113,12 +117,13 @@ class Kernel:
         self.kernel = kernel
         self.programs: list[PersistentProgram] = []
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             names = list(inspect.signature(self.kernel.fn).parameters)
             given = dict(zip(names, args, strict=False))
             given |= {name: value for name, value in options.items() if name in names}
-            self.programs = [PersistentProgram(index, grid[0]) for index in range(grid[0])]
+            places = [(row_tile, share) for share in range(grid[1]) for row_tile in range(grid[0])]
+            self.programs = [PersistentProgram(place, grid) for place in places]
             for program in self.programs:
                 self.run(program, {name: self.argument(name, value) for name, value in given.items()})
 
@@ -138,6 +143,8 @@ class Kernel:
             "gl": program.gl(),
             "mbarrier": program.mbarrier(),
             "copy_tile": program.copy_tile,
+            "copy_numbers": program.copy_numbers,
+            "async_copy": SimpleNamespace(mbarrier_arrive=program.copies_arrive),
             "warpgroup_mma": start,
             "warpgroup_mma_wait": finish,
             "fence_async_shared": lambda: None,

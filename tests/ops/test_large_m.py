@@ -72,7 +72,8 @@ def hopper(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[LargeMTil
     )
     persistent = persistent_on_cpu.Kernel(persistent_product.persistent_kernel)
     monkeypatch.setattr(persistent_product, "persistent_kernel", persistent)
-    monkeypatch.setattr(persistent_config, "LEAST_PRODUCTS", 0)
+    monkeypatch.setattr(persistent_config, "LEAST_PRODUCTS", {2: 0, 1: 0})
+    monkeypatch.setattr(persistent_config, "LEAST_WEIGHT", 0)
     return launched
 
 

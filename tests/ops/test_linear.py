@@ -452,6 +452,9 @@ def test_the_table_holds_k_splits_for_products_before_a_norm() -> None:
         (17408, 128, (4, 4, 2, 1)),
         (6144, 4, (1, 1, 1, 1)),
         (6144, 128, (4, 4, 2, 1)),
+        # Persistent programs sum whole weights.
+        (17408, 129, (2, 4, 2, 1)),
+        (6144, 129, (2, 4, 2, 1)),
     ],
 )
 def test_a_shard_has_as_many_programs_as_the_whole(

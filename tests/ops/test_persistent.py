@@ -23,7 +23,6 @@ from compiled_mtp.ops.persistent_config import (
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from compiled_mtp.ops import persistent_config
 from compiled_mtp.ops import persistent_product as module
 from compiled_mtp.ops.counters import zero_counters
 from compiled_mtp.ops.silu_mul import silu_mul
@@ -32,8 +31,9 @@ from tests.ops import persistent_on_cpu
 FP8 = torch.float8_e4m3fn
 SHARED_BYTES = 227 * 1024
 HOPPER = Device("sm_90", SHARED_BYTES, True, True, 132)
-SMALL = PersistentTile(128, 128, 3, 1.0)
-WIDE = PersistentTile(128, 256, 2, 1.0)
+# Only steps take time: every task that can be cut is cut.
+SMALL = PersistentTile(128, 128, 3, 1.0, 0.0, 0.0, 0.0)
+WIDE = PersistentTile(128, 256, 2, 1.0, 0.0, 0.0, 0.0)
 Operands = tuple[torch.Tensor, ...]
 
 
@@ -42,8 +42,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> persistent_on_cpu.Kernel:
     stand_in = persistent_on_cpu.Kernel(module.persistent_kernel)
     monkeypatch.setattr(module, "persistent_kernel", stand_in)
     monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
-    # Cut every task that can be cut: these have few steps.
-    monkeypatch.setattr(persistent_config, "HAND_OVER_STEPS", 0)
     return stand_in
 
 
@@ -107,6 +105,9 @@ def share(
         (SMALL, 130, 600, 512, 2, 1, 7),
         (SMALL, 20, 330, 512, 1, 2, 2),
         (SMALL, 20, 330, 768, 1, 4, 2),
+        # Cut inside each of four chains.
+        (SMALL, 20, 630, 1024, 1, 4, 4),
+        (SMALL, 20, 300, 1024, 1, 8, 2),
         (WIDE, 150, 700, 1024, 1, 8, 2),
         (SMALL, 20, 300, 1024, 2, 4, 5),
         (SMALL, 20, 300, 1024, 4, 2, 7),
@@ -173,13 +174,14 @@ def test_a_gated_product_is_silu_mul_of_the_rounded_sums(
 
 
 def test_all_processors_work_equally_long() -> None:
-    """27B's products of 256 rows leave few processors idle, and their tiles fit."""
-    for width, k, parts, chains, gated, is_cut in (
-        (17408, 5120, 1, 1, True, True),
-        (5120, 17408, 4, 2, False, True),
-        (16480, 5120, 1, 2, False, False),
+    """27B's products of 256 rows leave few processors idle, have the tile that was faster, and it fits."""
+    for width, k, parts, chains, gated, is_cut, block_n in (
+        (17408, 5120, 1, 1, True, True, 256),
+        (5120, 17408, 4, 2, False, True, 128),
+        (16480, 5120, 1, 2, False, False, 128),
     ):
         product = choose_product(256, width, k, parts, chains, gated, 2, 132)
+        assert product.tile.block_n == block_n
         assert product.shares * product.row_tiles >= 120
         assert product.shares <= product.tasks
         assert product.is_cut == is_cut
@@ -198,24 +200,38 @@ def test_all_processors_work_equally_long() -> None:
 
 
 def find(
-    device: Device, rows: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, chains: int = 1
+    device: Device,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    parts: int = 1,
+    chains: int = 1,
+    gated: bool = False,
 ) -> bool:
     """Return whether a product is persistent, of matrices without memory."""
     x, weight = (torch.empty(height, k, dtype=dtype, device="meta") for height in (rows, n))
-    return find_persistent(device, x, weight, 1, chains) is not None
+    return find_persistent(device, x, weight, parts, chains, gated) is not None
 
 
 def test_which_products_are_persistent() -> None:
-    assert find(HOPPER, 256, 34816, 5120)
+    assert find(HOPPER, 128, 14336, 5120, chains=2)
+    assert find(HOPPER, 129, 34816, 5120, gated=True)
     assert find(HOPPER, 256, 34816, 5120, chains=8)
     assert find(HOPPER, MOST_ROWS, 5120, 6144)
     # Fewer rows; in FP8 fewer are enough; too little work.
-    assert not find(HOPPER, 128, 34816, 5120)
-    assert find(HOPPER, 128, 34816, 5120, FP8)
+    assert not find(HOPPER, 127, 34816, 5120)
+    assert not find(HOPPER, 128, 34816, 5120, gated=True)
+    assert find(HOPPER, 65, 34816, 5120, FP8)
     assert not find(HOPPER, 64, 248320, 5120, FP8)
     assert not find(HOPPER, 256, 5120, 6144)
     assert find(HOPPER, 512, 5120, 6144)
     assert not find(HOPPER, MOST_ROWS + 1, 34816, 5120)
+    # Before a norm, the weight decides.
+    for dtype in (torch.bfloat16, FP8):
+        assert find(HOPPER, 129, 2560, 4096, dtype, 2, 4)
+        assert not find(HOPPER, 128, 5120, 17408, dtype, 2, 4)
+        assert not find(HOPPER, 1024, 1024, 4096, dtype, 2, 4)
     # Other GPUs, and the interpreter.
     assert not find(Device("sm_100", SHARED_BYTES, True, True, 148), 256, 34816, 5120)
     assert not find(Device("sm_90", SHARED_BYTES, False, False, 3), 256, 34816, 5120)
