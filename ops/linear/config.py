@@ -295,7 +295,4 @@ def count_partials(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: i
         # Measured with 27B's out: 128 rows take 54, 34, 31 and 35 us with one, two, four and eight partials.
         while split < k_splits and -(-n // LARGE_M_PART_ROWS) * split < LARGE_M_PROGRAMS:
             split *= 2
-        if rows > WIDE_ROWS:
-            # A program sums two K splits in its registers.
-            split = min(split, max(k_splits // 2, 1))
     return min(split, part_counts(weight.shape[1], k)[-1])

@@ -1,9 +1,7 @@
-"""Query and key norm, rotary embedding and page write: one program of one warp per row and head, or several
-heads."""
+"""Query and key norm, rotary embedding and page write: one program of one warp per row and head."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,10 +13,6 @@ from compiled_mtp.ops.device import device_of
 
 # No fused multiply-add, as in the reference.
 FUSION = {"enable_fp_fusion": False}
-# From this number of rows on, a program takes up to MOST_HEADS heads, which share weights and angles: one
-# program per head would be more than an H200 runs at once. Two heads need no more registers than one.
-LEAST_ROWS = 128
-MOST_HEADS = 2
 
 
 @triton.jit
@@ -72,14 +66,12 @@ def qk_norm_rope_kv_write_kernel(
     HAS_AXES: tl.constexpr,
     ROW_END: tl.constexpr,
     COLUMN_END: tl.constexpr,
-    HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The HEADS heads of a program are all queries, all keys or all values.
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS
+    head = tl.program_id(1)
     dim = tl.arange(0, BLOCK)
     inside = dim < HD
     partner = partner_of(dim, ROT)
@@ -104,38 +96,30 @@ def qk_norm_rope_kv_write_kernel(
     if PDL:
         gdc_wait()
     # Query heads are stored with their gates, twice as wide as the keys and values after them.
-    spacing = tl.where(head < HQ, 2 * HD, HD)
     x = qkv + row * qkv_stride + (head + tl.minimum(head, HQ)) * HD
-    heads = ()
-    partners = ()
-    for index in tl.static_range(HEADS):
-        heads += (tl.load(x + index * spacing + dim, mask=inside, other=0.0),)
-        partners += (tl.load(x + index * spacing + partner, mask=inside, other=0.0),)
+    values = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
     if head < HQ:
-        for index in tl.static_range(HEADS):
-            values, others = heads[index].to(tl.float32), partners[index].to(tl.float32)
-            y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
-            tl.store(out + (row * HQ + head + index) * HD + dim, y.to(out.dtype.element_ty), mask=inside)
+        y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
+        tl.store(out + (row * HQ + head) * HD + dim, y.to(out.dtype.element_ty), mask=inside)
     else:
         if slot >= 0:
             half = (head - HQ) // HKV
+            kv_head = (head - HQ) % HKV
+            if half == 0:
+                y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
+            else:
+                y = values
             block = slot // block_size
             offset = slot % block_size
-            for index in tl.static_range(HEADS):
-                kv_head = (head - HQ) % HKV + index
-                values, others = heads[index].to(tl.float32), partners[index].to(tl.float32)
-                if half == 0:
-                    y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
-                else:
-                    y = values
-                if HAS_SCALE:
-                    scale = tl.max(tl.abs(y), 0) / 448.0
-                    y = tl.div_rn(y, tl.where(scale == 0.0, 1.0, scale))
-                    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-                    at = block * scale_block_stride + half * scale_half_stride + kv_head * scale_head_stride
-                    tl.store(kv_scale + at + offset, scale)
-                at = block * block_stride + half * half_stride + kv_head * head_stride + offset * token_stride
-                tl.store(kv + at + dim, y.to(kv.dtype.element_ty), mask=inside)
+            if HAS_SCALE:
+                scale = tl.max(tl.abs(y), 0) / 448.0
+                y = tl.div_rn(y, tl.where(scale == 0.0, 1.0, scale))
+                y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+                at = block * scale_block_stride + half * scale_half_stride + kv_head * scale_head_stride
+                tl.store(kv_scale + at + offset, scale)
+            at = block * block_stride + half * half_stride + kv_head * head_stride + offset * token_stride
+            tl.store(kv + at + dim, y.to(kv.dtype.element_ty), mask=inside)
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -147,9 +131,7 @@ def launch(args: Any) -> torch.Tensor:
         return out
     has_pdl = device_of(qkv.device.index).has_dependent_launch
     scale_strides = (0, 0, 0) if kv_scale is None else kv_scale.stride()[:3]
-    num_kv_heads = args.num_kv_heads
-    heads = math.gcd(num_q_heads, num_kv_heads, MOST_HEADS) if rows >= LEAST_ROWS else 1
-    qk_norm_rope_kv_write_kernel[(rows, (num_q_heads + 2 * num_kv_heads) // heads)](
+    qk_norm_rope_kv_write_kernel[(rows, num_q_heads + 2 * args.num_kv_heads)](
         qkv,
         args.q_weight,
         args.k_weight,
@@ -166,7 +148,7 @@ def launch(args: Any) -> torch.Tensor:
         kv.shape[3],
         args.eps,
         HQ=num_q_heads,
-        HKV=num_kv_heads,
+        HKV=args.num_kv_heads,
         HD=hd,
         ROT=cos_sin.shape[1],
         BLOCK=triton.next_power_of_2(hd),
@@ -174,7 +156,6 @@ def launch(args: Any) -> torch.Tensor:
         HAS_AXES=args.positions.dim() == 2,
         ROW_END=args.row_end,
         COLUMN_END=args.column_end,
-        HEADS=heads,
         PDL=has_pdl,
         launch_pdl=has_pdl,
         num_warps=1,

@@ -195,21 +195,6 @@ def test_kernel_in_interpreter(interpreter, dtype, fp8, hd, rot):
     check_launch(qk_norm_rope_kv_write, args, rtol=tolerance, atol=1e-6, mutated=(6, 7))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_program_of_several_heads_has_the_bits_of_one(interpreter, monkeypatch, fp8):
-    from compiled_mtp.ops.qk_norm_rope_kv_write import kernel
-
-    found = []
-    for least in (1 << 30, 1):
-        monkeypatch.setattr(kernel, "LEAST_ROWS", least)
-        args = make(7, 6, 2, 64, dtype=torch.bfloat16, fp8=fp8)
-        q = qk_norm_rope_kv_write.launch(*args)
-        stored = args[6].view(torch.uint8 if fp8 else torch.int16)
-        found.append((q, stored, *args[7:8][: int(fp8)]))
-    for one, several in zip(*found, strict=True):
-        assert torch.equal(one.nan_to_num(), several.nan_to_num())
-
-
 def with_axes(args, seed=3):
     """Return the arguments with rows' positions on three axes; the row has frequencies 1, 4 of 8, the column
     2."""

@@ -81,9 +81,6 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             make = functools.partial(make_inputs, shape=shape, rows=ROWS, cache=dtype)
             label = f"{'-'.join(map(str, heads))}-{dtype_label(dtype)}"
             yield launch(label, qk_norm_rope_kv_write, make, dtype)
-        # So many rows that a program takes several heads.
-        make = functools.partial(make_inputs, shape=shape, rows=256, cache=BF16)
-        yield launch(f"{'-'.join(map(str, heads))}-bf16-many", qk_norm_rope_kv_write, make)
     for dtype in (BF16, FP8, FP32):
         make = functools.partial(make_inputs, shape=SHAPES["27b"], rows=ROWS, cache=dtype, has_axes=True)
         yield launch(f"27b-three-axes-{dtype_label(dtype)}", qk_norm_rope_kv_write, make, dtype)
