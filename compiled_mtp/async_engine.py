@@ -320,9 +320,8 @@ class AsyncEngine:
         """Call a method of the engine in the stepping thread, between two steps: `update_weights`, `sleep`,
         `wake_up`; return its result.
 
-        Outputs of requests that end meanwhile come afterwards. It counts as no step: it may decode requests
-        to their ends, or compile, and takes as long as that. Raises what the method raises, and
-        EngineStoppedError.
+        Outputs of requests that end meanwhile come afterwards. No limit of a step's time applies, because the
+        call may decode requests to their ends. Raises what the method raises, and EngineStoppedError.
         """
         done: Future[Any] = Future()
 

@@ -118,9 +118,7 @@ def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> Lef
     if rows > 32:
         return LeftTile(64, 128, 4, 1, 3)
     block_m, stages = (16, 4) if rows <= 16 else (32, 3)
-    if block_m == 16 and is_int4(form):
-        return LeftTile(16, 64, 2, 1, 4) if split == 1 else LeftTile(16, 64, 4, 2, 6)
-    if gated:
+    if gated or (block_m == 16 and split == 1 and is_int4(form)):
         return LeftTile(block_m, 64, 2, 1, stages)
     block_n = 32 if -(-n // 64) * split < MIN_PROGRAMS else 64
     return LeftTile(block_m, block_n, block_n // 16, 1, stages)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,6 @@ class Runner:
         # Images that the vision tower has encoded so far.
         self.num_encoded = 0
         self._is_wait_due = False
-        # The stream of `read_experts`.
-        reads_beside = spec.config.routed_experts and spec.device.type == "cuda"
-        self._reader = torch.cuda.Stream(spec.device) if reads_beside else None
         # Launches whose results are unread, with the ids of their failed copies.
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
         # By step_id of plans that are not launched yet; on the host.
@@ -106,16 +103,13 @@ class Runner:
     def read_experts(self, block_ids: Sequence[int], count: int) -> RoutedExperts:
         """Return the recorded experts of the first `count` tokens of a request with these blocks.
 
-        The results of the launches that computed these tokens must have been read. Does not wait for later
-        launches, which record later tokens.
+        Waits for the device.
         """
         experts = self.step.kv_cache.experts
         assert experts is not None
-        top_k = self.spec.model.num_experts_per_tok
-        with nullcontext() if self._reader is None else torch.cuda.stream(self._reader):
-            blocks = torch.tensor(block_ids, device=experts.device)
-            by_layer = experts[:, blocks].view(experts.shape[0], -1, top_k)[:, :count]
-            ids = by_layer.transpose(0, 1).contiguous().cpu()
+        top_k, blocks = self.spec.model.num_experts_per_tok, torch.tensor(block_ids, device=experts.device)
+        by_layer = experts[:, blocks].view(experts.shape[0], -1, top_k)[:, :count]
+        ids = by_layer.transpose(0, 1).contiguous().cpu()
         tokens, layers, _ = ids.shape
         return RoutedExperts((tokens, layers, top_k), ctypes.string_at(ids.data_ptr(), ids.nbytes))
 

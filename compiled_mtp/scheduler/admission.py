@@ -43,7 +43,9 @@ class Admission:
             # So do rounds and slices of the vision tower.
             images = scheduled.request.images
             chunks += sum(limits.tower.count_slices(image.span.num_tokens) for image in images)
-        rows = (limits.max_in_flight + 2 + chunks) * (limits.most_drafts(len(others)) + 1)
+        # Never less than `Preemption.grow` asks for: else a request that has just come would leave at once.
+        rows = (limits.max_in_flight + 2) * (limits.max_drafts + 1)
+        rows += chunks * (limits.most_drafts(len(others)) + 1)
         tokens = self.tokens_ahead + rows
         needed = max(needed, self._blocks_soon(scheduled, tokens) - shared)
         # Every other request has the blocks of its tokens, unless it replays them.

@@ -18,6 +18,7 @@ from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds import drafters
 from compiled_mtp.runner import memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
+from compiled_mtp.scheduler.resources import ScheduledRequest
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
 from tests.engine.test_request_features import write_small_checkpoint
@@ -310,14 +311,31 @@ def test_without_lookup_there_is_no_text_on_the_device(checkpoint: Path) -> None
         assert engine.runner.step.slots.token_ids is None
 
 
+def crowd(engine: Engine, tokens_ahead: int) -> None:
+    """Admit more requests than there are blocks for, until one has been offloaded or 500 were
+    recomputed.
+
+    For good, a request might be admitted and preempted in turn for ever.
+    """
+    planner = engine.scheduler._planner
+    preempt, usual, left = planner._preempt, planner._admission.tokens_ahead, iter(range(500))
+    planner._admission.tokens_ahead = tokens_ahead
+
+    def count(scheduled: ScheduledRequest) -> None:
+        if planner.num_offloaded or next(left, None) is None:
+            planner._admission.tokens_ahead = usual
+        preempt(scheduled)
+
+    planner._preempt = count  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("offload_gb", [0.0, 0.01])
 def test_preempted_requests_keep_their_text(checkpoint: Path, forced: None, offload_gb: float) -> None:
     """Replayed from their prompts, or copied to host memory and back, with the text in their rows."""
     engine = make_engine(
         checkpoint, lookup="auto", max_batch=4, num_blocks=17, offload_gb=offload_gb, max_in_flight=1
     )
-    admission = engine.scheduler._planner._admission
-    admission.tokens_ahead = -100  # Admit more requests than there are blocks for.
+    crowd(engine, -100)
     assert run(engine, requests(), 1, arrivals=0.8) == plain(checkpoint)
     stats = engine.stats()
     assert (stats.offloads if offload_gb else stats.recomputes) > 0

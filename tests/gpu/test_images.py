@@ -172,7 +172,8 @@ def test_same_tokens_uncompiled(directories: dict[str, Path], family: str, dtype
     ):
         assert decode_mixed(run(**options), 1) == expected, options
     for offload_gb in (0, None):
-        engine = run(num_blocks=17, block_size=16, max_batch=6, prefill_chunk=64, offload_gb=offload_gb)
+        sizes = {"num_blocks": 17, "block_size": 16, "max_batch": 6, "prefill_chunk": 64, "lookup": "off"}
+        engine = run(offload_gb=offload_gb, **sizes)
         engine.scheduler._planner._admission.tokens_ahead = -40
         assert decode_mixed(engine, 3) == expected
         stats = engine.stats()

@@ -16,7 +16,7 @@ from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
 from compiled_mtp.rounds import drafters
 from compiled_mtp.runner import memory
 from tests.checkpoints import write_checkpoint
-from tests.engine.test_lookup import Found, requests, run
+from tests.engine.test_lookup import Found, crowd, requests, run
 from tests.engines import make_engine
 from tests.ops.harness import check_launch
 from tests.ops.test_find_drafts import MUTATED, arguments, random_text
@@ -141,7 +141,7 @@ def test_preempted_requests_keep_their_text(
     monkeypatch.setattr(kernel, "RISE", -1)
     sizes = {"max_batch": 4, "num_blocks": 7, "offload_gb": offload_gb, "compile": "off"}
     engine = gpu_engine(checkpoint, lookup="auto", **sizes)
-    engine.scheduler._planner._admission.tokens_ahead = -400
+    crowd(engine, -400)
     assert run(engine, requests(), 1, arrivals=0.8) == plain(checkpoint, "off")
     stats = engine.stats()
     assert stats.offloads + stats.recomputes > 0

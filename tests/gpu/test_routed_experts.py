@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -64,27 +63,3 @@ def test_they_do_not_depend_on_depth_or_batch(kind: str, compile: str, tmp_path:
         ids = array("h")
         ids.frombytes(one.data)
         assert 0 <= min(ids) <= max(ids) < 8
-
-
-def test_reading_them_does_not_wait_for_launches_in_flight(tmp_path: Path) -> None:
-    engine = make_engine(
-        write_checkpoint(tmp_path, **KINDS["moe"]),
-        device="cuda",
-        block_size=64,
-        compile="off",
-        graph_mode="off",
-        routed_experts=True,
-    )
-    params = SamplingParams(max_tokens=8, ignore_eos=True, return_routed_experts=True)
-    (output,) = engine.generate([prompt_of(20, 1, 500)], params)
-    assert output.routed_experts is not None
-    torch.cuda.synchronize()
-    # Seconds of work.
-    torch.cuda._sleep(1 << 33)
-    begin = time.perf_counter()
-    engine.runner.read_experts([1], 3)
-    taken_s = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    whole_s = time.perf_counter() - begin
-    assert taken_s < whole_s / 4
-    engine.close()

@@ -439,18 +439,6 @@ def test_one_request_has_wider_rounds_than_several() -> None:
     assert [scoring.most_drafts(count) for count in (1, 2, 3)] == [15, 7, 3]
 
 
-@pytest.mark.parametrize("widths", [{}, WIDE])
-def test_several_requests_leave_no_room_for_wide_rounds(widths: dict[str, int]) -> None:
-    """In a pool in which only two would run if each left room for wide rounds."""
-    sizes = {"max_batch": 4, "max_model_len": 300}
-    scheduler, runner = start(22, [(8, 200)] * 4, **sizes, **widths)
-    scheduler._planner._admission.tokens_ahead = 0
-    for _ in range(8):
-        step(scheduler, runner)
-    assert scheduler.num_running == 4
-    run_all(scheduler, runner)
-
-
 def test_a_replayed_request_is_admitted_when_its_known_tokens_fit() -> None:
     """Else it would be preempted again before it gains a token."""
     scheduler, runner = start(131, [(20, 900)] * 3, max_in_flight=1, block_size=8, max_batch=4)

@@ -37,9 +37,10 @@ from tests.engines import make_engine
 OPS = Path(__file__).parents[2] / "ops"
 # Arguments of kernels that are neither tensors nor named *_stride.
 NUMBERS = {
-    "all_units", "block_size", "end", "eps", "first_key", "k", "max_blocks", "n", "num_keys", "num_requests",
-    "num_programs", "num_splits", "pairs", "part_length", "parts", "prefetch_bytes", "query_len", "row",
-    "rows", "scale_log2", "split_length", "steps", "tasks", "unit", "units",
+    "all_units", "block_size", "end", "eps", "first_key", "k", "max_blocks", "more", "n", "num_keys",
+    "num_requests", "num_programs", "num_splits", "pairs", "part_bits", "part_length", "parts",
+    "prefetch_bytes", "query_len", "row", "rows", "scale_log2", "share", "split_length", "steps", "tasks",
+    "unit", "units",
 }  # fmt: skip
 
 
@@ -145,11 +146,19 @@ def partitions(kernel: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -
 def read_kernels(resident: bool) -> dict[str, Kernel]:
     """Read every kernel that waits for the kernel before it, from its source, with that value of RESIDENT."""
     found = {}
-    for path in sorted(OPS.glob("**/*.py")):
-        body = Settle(resident).visit(ast.parse(path.read_text())).body
-        functions = {item.name: item for item in body if isinstance(item, ast.FunctionDef)}
-        parts = {name: partitions(function, functions) for name, function in functions.items()}
-        inner = {part.name for name, own in parts.items() for part in own if part.name != name}
+    files = [
+        {
+            item.name: item
+            for item in Settle(resident).visit(ast.parse(path.read_text())).body
+            if isinstance(item, ast.FunctionDef)
+        }
+        for path in sorted(OPS.glob("**/*.py"))
+    ]
+    # What a warp group runs may stand in another file.
+    every = {name: function for functions in files for name, function in functions.items()}
+    own = [{name: partitions(of, every | functions) for name, of in functions.items()} for functions in files]
+    inner = {part.name for parts in own for name, of in parts.items() for part in of if part.name != name}
+    for functions, parts in zip(files, own, strict=True):
         for name, function in functions.items():
             waiting = [part for part in parts[name] if calls(part, "gdc_wait")]
             if name in inner or not waiting:

@@ -10,7 +10,7 @@ import torch
 from compiled_mtp.step import Step
 from tests import tiny
 
-PROMPT = [(7 * i + i * i) % 96 for i in range(331)]
+PROMPT = [(7 * i + i * i) % 96 for i in range(203)]
 
 
 def left_by(step: Step, slot: int, length: int) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ SIZES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((32, 32), (100, 200), (65, 33), (310, 97), (160, 160)),
     ((380, 390),),
 )
-COUNT = 14
+COUNT = 11
 Prompt = tuple[list[int], list[Image.Image]]
 
 
