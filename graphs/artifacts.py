@@ -149,7 +149,7 @@ def load(file: Path) -> Path:
             directory = parent / file_digest(stream, "sha256").hexdigest()[:16]
             _unpack(stream, directory)
         if shutil.which(COMPILER) is None:
-            pass
+            _stand_in_for_compiler(directory)
     except DAMAGE as error:
         raise ValueError(
             f"graph_cache must be whole and have room in {parent}, got {file}: {error}; "
