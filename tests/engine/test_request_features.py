@@ -261,8 +261,9 @@ def check_drafts(params: SamplingParams, output: RequestOutput) -> None:
             assert drafts[num_accepted] != tokens[num_accepted]
         tokens = tokens[num_accepted + 1 :]
     assert tokens == []
-    by_index = [[len(one.token_ids) for one in output.drafts], [one.num_accepted for one in output.drafts]]
-    assert len(output.drafts) == metrics.rounds
+    chains = [one for one in output.drafts if not one.is_looked_up]
+    by_index = [[len(one.token_ids) for one in chains], [one.num_accepted for one in chains]]
+    assert len(output.drafts) == metrics.rounds == len(chains) + metrics.lookup_rounds
     for counts, own in zip(by_index, (metrics.drafted_by_index, metrics.accepted_by_index), strict=True):
         assert [sum(count > index for count in counts) for index in range(len(own))] == own
 
