@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
+from compiled_mtp.async_engine import AsyncEngine
 from compiled_mtp.config import DEFAULT_BATCH, EngineConfig
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.hub import find_checkpoint
@@ -43,6 +43,7 @@ from compiled_mtp.server.interpreter import settle_interpreter
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.serve import assemble_service, name_model
+from compiled_mtp.streams.status import EngineStoppedError
 
 if TYPE_CHECKING:
     from compiled_mtp.spec.engine_stats import EngineStats

@@ -39,6 +39,7 @@ ROOMS = (
     "runner",
     "parallel",
     "engine",
+    "streams",
     "async_engine",
     "terminal",
     "benchmarks",
