@@ -10,7 +10,7 @@ from compiled_mtp.cache.host_tier import blocks_in_segment
 from compiled_mtp.cache.kv_cache import KV_SCALE_BYTES
 from compiled_mtp.cache.slot_state import sampling_bytes
 from compiled_mtp.cache.state_cache import ring_length
-from compiled_mtp.config import DEFAULT_BATCH, DEFAULT_GPU_BATCH, EngineConfig
+from compiled_mtp.config.engine_config import DEFAULT_BATCH, DEFAULT_GPU_BATCH, EngineConfig
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
 from compiled_mtp.ops.paged_attention.splits import count_partials
