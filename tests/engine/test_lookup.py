@@ -16,7 +16,6 @@ from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, MOST_MATCH, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds import drafters
-from compiled_mtp.runner import memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.scheduler.resources import ScheduledRequest
 from tests.checkpoints import FAMILIES, write_checkpoint
@@ -170,7 +169,7 @@ def test_wide_rounds_of_few_drafts_change_no_token(
     drafts: int,
 ) -> None:
     """Where no memory is left for longer rings."""
-    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
+    monkeypatch.setattr("compiled_mtp.runner.max_batch._WIDE_SHARE", 0.0)
     sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
     engine = make_engine(checkpoint, lookup="auto", **sizes)
     deepest = engine.runner.spec.mtp_step
@@ -346,7 +345,7 @@ def test_a_prefix_from_host_memory_is_searched_too(
     checkpoint: Path, forced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evicted from the device between the turns: its keys come back, its text with the admission."""
-    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
+    monkeypatch.setattr("compiled_mtp.runner.host_tiers.prefix_tier_bytes", lambda *_: 1 << 24)
     monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, logprobs=1, allowed_token_ids=[5, 6])
     prompts = [[5, 6, 6, 5, *prompt_of(150 + 10 * i, 30 + i, VOCAB), 5, 6, 6] for i in range(3)]
