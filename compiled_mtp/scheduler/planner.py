@@ -28,8 +28,8 @@ from compiled_mtp.plan import (
     PlanKind,
     PromptChunk,
     StepPlan,
+    new_tuple,
 )
-from compiled_mtp.request import new_tuple
 from compiled_mtp.scheduler.admission import Admission
 from compiled_mtp.scheduler.look_ahead import certain_rounds, find_decoding
 from compiled_mtp.scheduler.phases import RequestPhase

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
-from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult, new_tuple
 from compiled_mtp.request import (
     ErrorKind,
     FinishReason,
@@ -18,7 +18,6 @@ from compiled_mtp.request import (
     RequestOutput,
     RoundDrafts,
     RoutedExperts,
-    new_tuple,
 )
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
