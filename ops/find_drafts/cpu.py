@@ -50,6 +50,7 @@ def find_drafts(
                 threshold = min(max(threshold + (-1 if is_hit else RISE), LEAST_MATCH), MOST_MATCH)
             elif kept is not None and verify:
                 chain_kept += ((kept[request] - 1) * CHAIN_UNIT - chain_kept) >> DECAY
+            last = min(last, token_ids.shape[1] - 1)
             length, place = _longest_match(token_ids[slot], last)
             if length < threshold:
                 length = 0

@@ -59,7 +59,7 @@ def search_kernel(
     ids = token_ids + slot * text_stride
     if PDL and not EARLY:
         gdc_wait()
-    last = tl.load(pos + slot).to(tl.int32)
+    last = tl.minimum(tl.load(pos + slot), text_stride - 1).to(tl.int32)
     wanted = tl.load(ids + last)
     # Matches no id.
     wanted = tl.where(wanted < 0, -2, wanted)
@@ -139,7 +139,7 @@ def choose_kernel(
         least = tl.where(is_live & (verified > 0), moved, least)
         mean = tl.where(is_live & (verified == 0) & (verify > 0), mean + ((kept - mean) >> DECAY), mean)
     is_taken = is_live & (length >= least)
-    last = tl.load(pos + slot).to(tl.int32)
+    last = tl.minimum(tl.load(pos + slot), text_stride - 1).to(tl.int32)
     period = tl.maximum(last - place, 1)
     at = token_ids + slot * text_stride + place + 1 + lane % period
     own = tl.load(at, mask=is_draft, other=-1)

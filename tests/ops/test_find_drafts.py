@@ -166,6 +166,31 @@ def test_kernels_in_interpreter(interpreter: None, lengths: tuple[int, ...], ver
     check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
 
 
+def past_the_row(excess: int) -> tuple[Any, ...]:
+    """Arguments for periodic texts that fill their rows; every pos is `excess` past the last column."""
+    token_ids, index, pos, *rest = arguments([[1, 2, 3] * 20, [7] * 60, [5, 6] * 30], 9)
+    token_ids = token_ids[:, :60].contiguous()
+    pos[1:] = token_ids.shape[1] - 1 + excess
+    return token_ids, index, pos, *rest
+
+
+@pytest.mark.parametrize("function", [find_drafts, find_drafts.reference], ids=["cpu", "reference"])
+def test_a_position_past_the_row_counts_as_the_last(function: Any) -> None:
+    """The last round of a request may keep drafts beyond max_model_len."""
+    at_the_end = function(*past_the_row(0))
+    assert (at_the_end.matches[:, 1] == MOST_MATCH).sum() == 3
+    for excess in (1, 3, 15):
+        got = function(*past_the_row(excess))
+        assert torch.equal(got.drafts, at_the_end.drafts)
+        assert torch.equal(got.matches, at_the_end.matches)
+
+
+def test_kernels_read_no_id_past_the_row(interpreter: None) -> None:
+    # The ids of the next slot would match or not: only the last column's may.
+    for excess in (1, 15):
+        check_launch(find_drafts, past_the_row(excess), rtol=0, atol=0, mutated=MUTATED)
+
+
 def test_parts_of_a_text_change_no_result(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton exists on Linux only")
     from compiled_mtp.ops.find_drafts import kernel
