@@ -463,6 +463,31 @@ def test_a_released_slot_is_searched_by_no_later_request(checkpoint: Path, force
     assert torch.equal(slots.matched, torch.zeros_like(slots.matched))
 
 
+@pytest.mark.parametrize(("mtp_step", "max_in_flight"), [(3, 0), (7, 1), ("auto", 1)])
+def test_a_request_may_reach_max_model_len(
+    checkpoint: Path, forced: None, mtp_step: int | str, max_in_flight: int
+) -> None:
+    """The rounds that pass the end find no text there, and the requests beside go on."""
+    prompts = [[5, 6] * 20, [5, 6, 6, 5] * 12, [5] * 9]
+    params = [
+        SamplingParams(
+            max_tokens=200, temperature=temperature, seed=3, ignore_eos=True, allowed_token_ids=[5, 6]
+        )
+        for temperature in (0.0, 0.9, 0.0)
+    ]
+    # A multiple of 16, so that no column of a text lies behind its last position.
+    sizes: dict[str, Any] = {"max_model_len": 96}
+    wanted = make_engine(checkpoint, mtp_step=0, max_batch=1, **sizes).generate(prompts, params)
+    engine = make_engine(
+        checkpoint, lookup="auto", mtp_step=mtp_step, max_batch=3, max_in_flight=max_in_flight, **sizes
+    )
+    found = engine.generate(prompts, params)
+    assert [one.finish_reason for one in wanted] == ["length"] * 3
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.new_token_ids, one.finish_reason, one.error) == (other.new_token_ids, "length", None)
+    assert engine.stats().speculation.lookup_accepted > 0
+
+
 @pytest.mark.parametrize("depths", [None, (0, 1)])
 def test_scores_are_those_of_decoding_with_lookup(
     checkpoint: Path, forced: None, depths: tuple[int, ...] | None
