@@ -301,9 +301,11 @@ def test_a_mixture_of_experts(tmp_path: Path, forced: None) -> None:
     assert engine.stats().speculation.lookup_accepted > 0
 
 
-@pytest.mark.parametrize(("max_model_len", "max_in_flight"), [(96, 0), (96, 1), (90, 1), (83, 0)])
+@pytest.mark.parametrize(
+    ("max_model_len", "mtp_step", "max_in_flight"), [(96, 3, 0), (96, 7, 1), (90, "auto", 1), (83, 3, 0)]
+)
 def test_a_text_may_repeat_itself_up_to_its_last_position(
-    checkpoint: Path, max_model_len: int, max_in_flight: int
+    checkpoint: Path, max_model_len: int, mtp_step: int | str, max_in_flight: int
 ) -> None:
     """The last round keeps drafts beyond max_model_len; the requests beside it go on."""
     params = SamplingParams(
@@ -311,8 +313,8 @@ def test_a_text_may_repeat_itself_up_to_its_last_position(
     )
     prompts = [[5] * length for length in (20, 61, 33)]
     found = []
-    for mtp_step in (0, 3):
-        options = {"mtp_step": mtp_step, "max_in_flight": max_in_flight, "lookup": "auto"}
+    for depth in (0, mtp_step):
+        options = {"mtp_step": depth, "max_in_flight": max_in_flight, "lookup": "auto"}
         engine = make_engine(checkpoint, max_model_len=max_model_len, max_batch=3, **options)
         outputs = engine.generate(prompts, params)
         assert [output.error for output in outputs] == [None] * 3
