@@ -301,6 +301,29 @@ def test_a_mixture_of_experts(tmp_path: Path, forced: None) -> None:
     assert engine.stats().speculation.lookup_accepted > 0
 
 
+@pytest.mark.parametrize(
+    ("max_model_len", "mtp_step", "max_in_flight"), [(96, 3, 0), (96, 7, 1), (90, "auto", 1), (83, 3, 0)]
+)
+def test_a_text_may_repeat_itself_up_to_its_last_position(
+    checkpoint: Path, max_model_len: int, mtp_step: int | str, max_in_flight: int
+) -> None:
+    """The last round keeps drafts beyond max_model_len; the requests beside it go on."""
+    params = SamplingParams(
+        max_tokens=90, temperature=0.0, ignore_eos=True, logprobs=1, allowed_token_ids=(5,)
+    )
+    prompts = [[5] * length for length in (20, 61, 33)]
+    found = []
+    for depth in (0, mtp_step):
+        options = {"mtp_step": depth, "max_in_flight": max_in_flight, "lookup": "auto"}
+        engine = make_engine(checkpoint, max_model_len=max_model_len, max_batch=3, **options)
+        outputs = engine.generate(prompts, params)
+        assert [output.error for output in outputs] == [None] * 3
+        found.append([(output.new_token_ids, output.logprobs) for output in outputs])
+    assert found[0] == found[1]
+    assert [len(ids) for ids, _ in found[0]] == [max_model_len - len(prompt) for prompt in prompts]
+    assert engine.stats().speculation.lookup_accepted > 50
+
+
 def test_without_lookup_there_is_no_text_on_the_device(checkpoint: Path) -> None:
     for options in ({"lookup": "off"}, {"lookup": "auto", "mtp_step": 0}):
         engine = make_engine(checkpoint, **options)

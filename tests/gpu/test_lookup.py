@@ -14,11 +14,12 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
 from compiled_mtp.rounds import drafters
+from compiled_mtp.runner import memory
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, crowd, requests, run
 from tests.engines import make_engine
 from tests.ops.harness import check_launch
-from tests.ops.test_find_drafts import MUTATED, arguments, random_text
+from tests.ops.test_find_drafts import MUTATED, arguments, at_the_end, random_text
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +49,11 @@ def test_find_drafts_in_small_texts() -> None:
     for seed in range(20):
         args = on_gpu(arguments([random_text(rng, 60) for _ in range(100)], seed))
         check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 40])
+def test_the_end_of_a_row(extra: int) -> None:
+    check_launch(find_drafts, on_gpu(at_the_end(extra)), rtol=0, atol=0, mutated=MUTATED)
 
 
 def test_find_drafts_in_a_graph_follows_the_text() -> None:
@@ -123,7 +129,7 @@ def test_wide_rounds_of_seven_drafts_change_no_token(
 
     monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
     monkeypatch.setattr(kernel, "RISE", -1)
-    monkeypatch.setattr("compiled_mtp.runner.max_batch._WIDE_SHARE", 0.0)
+    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
     engine = gpu_engine(checkpoint, mtp_step="auto", max_batch=12, lookup="auto", compile="off")
     shapes: list[RoundShape] = []
     assert run(engine, requests(), 2, shapes) == plain(checkpoint, "off")
