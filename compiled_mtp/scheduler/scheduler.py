@@ -21,10 +21,11 @@ from compiled_mtp.request import (
 )
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.planner import Depth, Planner, Widen
+from compiled_mtp.scheduler.planner import Planner
 from compiled_mtp.scheduler.prefix import PrefixCache
 from compiled_mtp.scheduler.replay import drop_rows
 from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.round_shapes import Depth, Widen
 
 
 class GuidedWindow(NamedTuple):
