@@ -12,7 +12,8 @@ from typing import NamedTuple
 from compiled_mtp.plan import new_tuple
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
 
 class Decoding(NamedTuple):

@@ -34,8 +34,9 @@ from compiled_mtp.scheduler.look_ahead import certain_rounds, find_decoding
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
 from compiled_mtp.scheduler.prompts import Prompts
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
 from compiled_mtp.scheduler.round_shapes import Depth, RoundShapes, Widen
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 from compiled_mtp.scheduler.wants import NOTHING, Wants, wants_of
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.plan import new_tuple
 from compiled_mtp.scheduler.limits import Limits
-from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.wants import Wants
 
 Depth = Callable[[int, int, bool], int]

@@ -24,8 +24,9 @@ from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.planner import Planner
 from compiled_mtp.scheduler.prefix import PrefixCache
 from compiled_mtp.scheduler.replay import drop_rows
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
 from compiled_mtp.scheduler.round_shapes import Depth, Widen
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
 
 class GuidedWindow(NamedTuple):

@@ -17,7 +17,7 @@ from compiled_mtp.ops.find_drafts import LEAST_MATCH, MOST_MATCH, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds import drafters
 from compiled_mtp.sampling.logprobs import TokenLogprob
-from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
 from tests.engine.test_request_features import write_small_checkpoint
