@@ -41,10 +41,10 @@ class MoE(nn.Module):
     """sum over the top-k experts of p_e down_e(silu(gate_e x) * up_e x), plus the gated shared expert.
 
     The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format, apart
-    from the groups of four-bit codes and the kinds of scaled codes. If it has factors, `gate_up_scale` and
-    `down_scale` hold those of each expert, else they are None. If the stacks are codes and the shared expert
-    is stored otherwise, or they are scaled codes, they have E experts, and `shared_gate_up` [2 * width,
-    hidden] and `shared_down` [hidden, width] hold it; else these are None.
+    from the groups of four-bit codes and the kinds of scaled codes. If the format has factors,
+    `gate_up_scale` and `down_scale` hold the factors of each expert, else they are None. If the stacks are
+    codes and the shared expert is stored otherwise, or they are scaled codes, they have E experts, and
+    `shared_gate_up` [2 * width, hidden] and `shared_down` [hidden, width] hold it; else these are None.
 
     record [blocks, block_size * top_k] int16: where `forward` records the experts of its rows; None for no
     record.
@@ -78,7 +78,7 @@ class MoE(nn.Module):
         self.quantizes_rows = make.format_of("gate_up").quantizes_rows
         self.has_codes = make.format_of("gate_up").group > 0
         forms = [make.format_of(name) for name in ("gate_up", "down")]
-        # Of scaled codes the kinds of both stacks, else None.
+        # The kinds of both stacks if they hold scaled codes, else None.
         self.kinds = (forms[0].parts[0].name, forms[1].parts[0].name) if forms[0].parts else None
         make.add_weight(self, "down", experts, *down)
         self.is_float32 = make.dtype == torch.float32
