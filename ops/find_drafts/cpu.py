@@ -50,7 +50,6 @@ def find_drafts(
                 threshold = min(max(threshold + (-1 if is_hit else RISE), LEAST_MATCH), MOST_MATCH)
             elif kept is not None and verify:
                 chain_kept += ((kept[request] - 1) * CHAIN_UNIT - chain_kept) >> DECAY
-            last = min(last, token_ids.shape[1] - 1)
             length, place = _longest_match(token_ids[slot], last)
             if length < threshold:
                 length = 0
@@ -68,7 +67,7 @@ def find_drafts(
 def _longest_match(ids: Tensor, last: int) -> tuple[int, int]:
     """Return the length of the longest match of ids[: last + 1], 0 below LEAST_MATCH, and where it ends."""
     suffix = ids[max(last + 1 - MOST_MATCH, 0) : last + 1].flip(0).tolist()
-    if suffix[0] < 0:
+    if last >= len(ids) or suffix[0] < 0:
         return 0, 0
     places = (ids[:last] == suffix[0]).nonzero().flatten()
     length = 1

@@ -59,8 +59,9 @@ def search_kernel(
     ids = token_ids + slot * text_stride
     if PDL and not EARLY:
         gdc_wait()
-    last = tl.minimum(tl.load(pos + slot), text_stride - 1).to(tl.int32)
-    wanted = tl.load(ids + last)
+    last = tl.load(pos + slot).to(tl.int32)
+    # A request that has reached max_model_len has its last token behind its row.
+    wanted = tl.load(ids + last, mask=last < text_stride, other=-1)
     # Matches no id.
     wanted = tl.where(wanted < 0, -2, wanted)
     lane = tl.arange(0, BLOCK)
@@ -139,7 +140,7 @@ def choose_kernel(
         least = tl.where(is_live & (verified > 0), moved, least)
         mean = tl.where(is_live & (verified == 0) & (verify > 0), mean + ((kept - mean) >> DECAY), mean)
     is_taken = is_live & (length >= least)
-    last = tl.minimum(tl.load(pos + slot), text_stride - 1).to(tl.int32)
+    last = tl.load(pos + slot).to(tl.int32)
     period = tl.maximum(last - place, 1)
     at = token_ids + slot * text_stride + place + 1 + lane % period
     own = tl.load(at, mask=is_draft, other=-1)

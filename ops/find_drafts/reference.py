@@ -77,17 +77,17 @@ def find_drafts(
     chain's.
 
     token_ids [slots, N]: the ids at positions 0 .. pos[slot] of each slot, -1 for one that is neither matched
-    nor drafted. A pos of N or more counts as N - 1: a request's last round may keep drafts beyond its room,
-    and what that round leaves decides no token. state_index [B], 0 for padding. A match is the longest suffix
-    of at most MOST_MATCH ids that ends at an earlier position too; of equal lengths, the latest position. The
-    ids after it are the drafts; a match that runs into the end continues into itself, so that a period goes
-    on. After an id of -1 drafts are id 0. If the match has at least threshold[slot] ids, the slot gets these
-    drafts; else chain [B, S], then id 0. Mutates drafts [slots, D], D >= S, and matched. accepted [B, 2 + W]:
-    `packed` of accept_window for the round before, None for a first token. Looked-up drafts of that round hit
-    if it kept one of them, and as many as a chain keeps: the threshold then falls by 1, else it rises by 2. A
-    chain's drafts change chain_kept. A round of one row a request verified none and teaches nothing. Integers
-    only, so all ranks agree. The padding keeps zeros. early: a fence (`Launch`) came after the kernel that
-    wrote the last tokens.
+    nor drafted. state_index [B], 0 for padding. A match is the longest suffix of at most MOST_MATCH ids that
+    ends at an earlier position too; of equal lengths, the latest position. The ids after it are the drafts; a
+    match that runs into the end continues into itself, so that a period goes on. After an id of -1 drafts are
+    id 0. If the match has at least threshold[slot] ids, the slot gets these drafts; else chain [B, S], then
+    id 0. Mutates drafts [slots, D], D >= S, and matched. accepted [B, 2 + W]: `packed` of accept_window for
+    the round before, None for a first token. Looked-up drafts of that round hit if it kept one of them, and
+    as many as a chain keeps: the threshold then falls by 1, else it rises by 2. A chain's drafts change
+    chain_kept. A round of one row a request verified none and teaches nothing. A slot whose pos is N or more
+    matches nothing: its request has reached max_model_len. Integers only, so all ranks agree. The padding
+    keeps zeros. early: a fence (`Launch`) came after the kernel that wrote the last
+    tokens.
     """
     found = []
     for request, slot in enumerate(state_index.tolist()):
@@ -98,8 +98,9 @@ def find_drafts(
             continue
         if accepted is not None and verify:
             _learn(lookup, slot, kept=int(accepted[request, 0]) - 1, verify=verify)
-        ids = token_ids[slot, : int(pos[slot]) + 1]
-        length, place = _longest_match(ids)
+        last = int(pos[slot])
+        ids = token_ids[slot, : last + 1]
+        length, place = _longest_match(ids) if last < token_ids.shape[1] else (0, 0)
         row = [*chain[request].tolist(), *[0] * (drafts.shape[1] - chain.shape[1])]
         if length >= int(lookup.threshold[slot]):
             row = _continue(ids, place, drafts.shape[1])

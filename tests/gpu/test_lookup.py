@@ -20,7 +20,7 @@ from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, crowd, requests, run
 from tests.engines import make_engine
 from tests.ops.harness import check_launch
-from tests.ops.test_find_drafts import MUTATED, arguments, past_the_row, random_text
+from tests.ops.test_find_drafts import MUTATED, arguments, at_the_end, random_text
 
 pytestmark = pytest.mark.gpu
 
@@ -52,9 +52,9 @@ def test_find_drafts_in_small_texts() -> None:
         check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
 
 
-@pytest.mark.parametrize("excess", [1, 15])
-def test_no_id_past_the_row_is_read(excess: int) -> None:
-    check_launch(find_drafts, on_gpu(past_the_row(excess)), rtol=0, atol=0, mutated=MUTATED)
+@pytest.mark.parametrize("extra", [0, 1, 40])
+def test_the_end_of_a_row(extra: int) -> None:
+    check_launch(find_drafts, on_gpu(at_the_end(extra)), rtol=0, atol=0, mutated=MUTATED)
 
 
 def test_find_drafts_in_a_graph_follows_the_text() -> None:
