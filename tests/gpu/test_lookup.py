@@ -13,6 +13,7 @@ import torch
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
+from compiled_mtp.request import SamplingParams
 from compiled_mtp.rounds import drafters
 from compiled_mtp.runner import memory
 from tests.checkpoints import write_checkpoint
@@ -134,6 +135,18 @@ def test_wide_rounds_of_seven_drafts_change_no_token(
     shapes: list[RoundShape] = []
     assert run(engine, requests(), 2, shapes) == plain(checkpoint, "off")
     assert {shape.verify for shape in shapes if shape.verify > shape.chain} == {7}
+
+
+def test_a_text_may_repeat_itself_up_to_its_last_position(checkpoint: Path) -> None:
+    """A launch in flight reads a slot whose last round kept drafts beyond max_model_len."""
+    params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, allowed_token_ids=(5,))
+    engine = gpu_engine(checkpoint, max_model_len=128, max_batch=3, lookup="auto", compile="off")
+    for output, length in zip(
+        engine.generate([[5] * n for n in (20, 101, 33)], params), (20, 101, 33), strict=True
+    ):
+        assert output.new_token_ids == [5] * (128 - length)
+        assert output.error is None
+    assert engine.stats().speculation.lookup_accepted > 50
 
 
 @pytest.mark.parametrize("offload_gb", [0.0, None])
