@@ -14,7 +14,6 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.ops.find_drafts import LEAST_THRESHOLD, find_drafts
 from compiled_mtp.rounds import drafters
-from compiled_mtp.runner import memory
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, crowd, requests, run
 from tests.engines import make_engine
@@ -129,7 +128,7 @@ def test_wide_rounds_of_seven_drafts_change_no_token(
 
     monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
     monkeypatch.setattr(kernel, "STEP", 0)
-    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
+    monkeypatch.setattr("compiled_mtp.runner.max_batch._WIDE_SHARE", 0.0)
     engine = gpu_engine(checkpoint, mtp_step="auto", max_batch=12, lookup="auto", compile="off")
     shapes: list[RoundShape] = []
     assert run(engine, requests(), 2, shapes) == plain(checkpoint, "off")
