@@ -16,7 +16,7 @@ LEAST_MATCH, MOST_MATCH = 3, 16
 # Thresholds and means are in 1/256. The threshold of a new request, and its bounds: above MOST_MATCH the
 # request takes no match until rounds of its chain have lowered it.
 UNIT = 256
-FIRST_THRESHOLD, LEAST_THRESHOLD, MOST_THRESHOLD = 10 * UNIT, LEAST_MATCH * UNIT, (MOST_MATCH + 8) * UNIT
+FIRST_THRESHOLD, LEAST_THRESHOLD, MOST_THRESHOLD = 8 * UNIT, LEAST_MATCH * UNIT, (MOST_MATCH + 8) * UNIT
 # How far each draft that is kept beyond the chain's mean lowers a threshold, and the least mean that counts.
 STEP, LEAST_KEPT = 2, UNIT // 2
 # The mean number of drafts that the chain of a new request keeps; a round changes it by 2^-DECAY of the
