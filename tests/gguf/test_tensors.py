@@ -238,7 +238,7 @@ def test_a_file_that_shrinks_and_a_positive_a_are_refused(tmp_path: Path) -> Non
 
 
 def test_a_head_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp's converter writes one with --mtp."""
+    """llama.cpp's converter can write one, for a draft model beside the trunk."""
     source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64)
     trunk = tuple(f"blk.{layer}." for layer in range(4))
     head = {name: one for name, one in convert(source).items() if not name.startswith(trunk)}
