@@ -36,7 +36,7 @@ def part_of(task, part_bits):
 
 @gluon.jit
 def columns_of(task, part_bits, BN: gl.constexpr, REST: gl.constexpr, GATED: gl.constexpr):
-    """Return the first columns of the result of a task's two strips, neighbours of BN and REST weight rows."""
+    """Return where the result's columns of a task's two strips begin, of BN and REST weight rows."""
     HALVES: gl.constexpr = 2 if GATED else 1
     first = (task >> part_bits) * ((BN + REST) // HALVES)
     return first, first + BN // HALVES
