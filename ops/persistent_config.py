@@ -145,12 +145,13 @@ def share_tiles(product: PersistentProduct, num_processors: int) -> PersistentPr
 
 
 def fits(product: PersistentProduct, gated: bool) -> bool:
-    """Return whether a tile suits a product: two strips only if no gate divides them and one task fits all.
+    """Return whether a tile suits a product: of two strips, only if no gate divides them and one task fits all.
 
     Programs with two such tasks are slower than those of narrower tiles that are cut: 27B's out takes 69 us
-    with 512 rows instead of 61.
+    with 512 rows instead of 61. More than two chains leave no registers to add those of another program.
     """
-    return product.tile.rest_n == 0 or (not gated and product.tasks == product.shares)
+    is_small = product.tasks == product.shares and not (product.is_shared and product.chains > 2)
+    return product.tile.rest_n == 0 or (not gated and is_small)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,9 +160,8 @@ def choose_product(
 ) -> PersistentProduct:
     """Return the product with the tile of the least estimated time."""
     last = (width, k, parts, chains, gated, itemsize, num_processors)
-    whole = (share_out(tile, rows, *last) for tile in TILES[itemsize])
-    products = [share_tiles(product, num_processors) for product in whole if fits(product, gated)]
-    return min(products, key=lambda product: product.least_us)
+    products = (share_tiles(share_out(tile, rows, *last), num_processors) for tile in TILES[itemsize])
+    return min((one for one in products if fits(one, gated)), key=lambda product: product.least_us)
 
 
 def has_few_parts(device: Device, n: int, k: int) -> bool:
