@@ -19,7 +19,7 @@ import torch
 from tests.ops import assembly
 
 Group = list[tuple[torch.Tensor, torch.Tensor]]
-WAIT_SECONDS = 10
+WAIT_SECONDS = 60
 
 
 class Pointer:
