@@ -311,7 +311,7 @@ def start_multiply_add(
     return Unfinished(multiply_add(left, right.values, before, "ieee"))
 
 
-def finish(count: int, deps: list[torch.Tensor | Unfinished]) -> torch.Tensor:
+def finish(count: int, deps: list[torch.Tensor | Unfinished]) -> Any:
     assert count >= 0
-    (sums,) = deps
-    return sums.values if isinstance(sums, Unfinished) else sums
+    sums = tuple(one.values if isinstance(one, Unfinished) else one for one in deps)
+    return sums if len(sums) > 1 else sums[0]
