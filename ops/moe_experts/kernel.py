@@ -15,12 +15,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.moe_experts.blocks_kernel import launch_moe_experts_blocks as launch_moe_experts_blocks
+from compiled_mtp.ops.moe_experts.codes import launch_moe_experts_blocks as launch_moe_experts_blocks
+from compiled_mtp.ops.moe_experts.codes import launch_moe_experts_w4a16 as launch_moe_experts_w4a16
+from compiled_mtp.ops.moe_experts.codes import launch_moe_hidden_w4a16 as launch_moe_hidden_w4a16
+from compiled_mtp.ops.moe_experts.codes import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
 from compiled_mtp.ops.moe_experts.grouping_kernel import launch_options, plan, sum_slots
 from compiled_mtp.ops.moe_experts.tiles import read_tile
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_experts_w4a16 as launch_moe_experts_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_hidden_w4a16 as launch_moe_hidden_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
 
 # Pairs an expert has on average, from which on taller tiles are faster.
