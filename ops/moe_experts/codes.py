@@ -9,7 +9,7 @@ import triton
 
 from compiled_mtp.ops.left_config import LeftForm, LeftTile, form_of_int4, form_of_kind
 from compiled_mtp.ops.moe_experts.codes_kernel import down_codes_kernel, gate_up_codes_kernel
-from compiled_mtp.ops.moe_experts.grouping_kernel import launch_options, plan, sum_slots
+from compiled_mtp.ops.moe_experts.grouping_kernel import Table, launch_options, plan, sum_slots, table_of
 
 UNIT = 128
 
@@ -72,19 +72,17 @@ def launch_experts(
     """The weighted sums [M, H] of both products, in x's dtype."""
     if not ids.numel():
         return torch.empty_like(x)
-    table = plan(ids, gate_up.experts, tiles.gate_up.block_m)
-    hidden = launch_hidden(tiles.gate_up, x, ids, gate_up, table)
-    return launch_sums(tiles.down, hidden, weights, ids, down, table)
+    table = table_of(ids, gate_up.experts, tiles.gate_up.block_m)
+    hidden = launch_hidden(tiles.gate_up, x, gate_up, table)
+    return launch_sums(tiles.down, hidden, weights, down, table, early=True)
 
 
-def launch_hidden(
-    tile: LeftTile, x: torch.Tensor, ids: torch.Tensor, stack: Stack, table: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    """silu(gate x) * up x [M * slots, I] in x's dtype, a row for each pair, as `plan` sorts them."""
-    hidden = torch.empty((ids.numel(), stack.words.shape[1] // 2), dtype=x.dtype, device=x.device)
+def launch_hidden(tile: LeftTile, x: torch.Tensor, stack: Stack, table: Table) -> torch.Tensor:
+    """silu(gate x) * up x [M * slots, I] in x's dtype, a row for each pair in the table's order."""
+    hidden = torch.empty((table.ids.numel(), stack.words.shape[1] // 2), dtype=x.dtype, device=x.device)
     # One row may have any stride; another value would compile another kernel.
     stride = x.stride(0) if len(x) > 1 else x.shape[1]
-    _launch(gate_up_codes_kernel, tile, x, stride, stack, table, ids.shape[1], hidden)
+    _launch(gate_up_codes_kernel, tile, x, stride, stack, table, hidden)
     return hidden
 
 
@@ -92,15 +90,18 @@ def launch_sums(
     tile: LeftTile,
     hidden: torch.Tensor,
     weights: torch.Tensor,
-    ids: torch.Tensor,
     stack: Stack,
-    table: tuple[torch.Tensor, torch.Tensor],
+    table: Table,
+    early: bool,
 ) -> torch.Tensor:
-    """The weighted sums [M, N] in hidden's dtype of the products of `launch_hidden`'s rows."""
+    """The weighted sums [M, N] in hidden's dtype of the products of `launch_hidden`'s rows.
+
+    early: `launch_hidden` was the launch before.
+    """
     n = stack.words.shape[1]
-    results = torch.empty((ids.numel(), n), dtype=torch.float32, device=hidden.device)
-    _launch(down_codes_kernel, tile, hidden, hidden.shape[1], stack, table, ids.shape[1], results)
-    out = torch.empty((len(ids), n), dtype=hidden.dtype, device=hidden.device)
+    results = torch.empty((table.ids.numel(), n), dtype=torch.float32, device=hidden.device)
+    _launch(down_codes_kernel, tile, hidden, hidden.shape[1], stack, table, results, EARLY=early)
+    out = torch.empty((len(table.ids), n), dtype=hidden.dtype, device=hidden.device)
     sum_slots(results, weights, out)
     return out
 
@@ -111,26 +112,25 @@ def _launch(
     x: torch.Tensor,
     x_stride: int,
     stack: Stack,
-    table: tuple[torch.Tensor, torch.Tensor],
-    slots: int,
+    table: Table,
     out: torch.Tensor,
+    **constants: bool,
 ) -> None:
-    tiles, pairs = table
     n, units = stack.words.shape[1], x.shape[1] // UNIT
-    kernel[(triton.cdiv(n, tile.block_n), tiles.shape[1])](
+    kernel[(triton.cdiv(n, tile.block_n), table.entries)](
         x,
         stack.words,
         stack.scales,
         stack.shared,
-        tiles,
-        pairs,
+        *table,
         out,
+        len(table.ids),
         n,
         x_stride,
         units,
         stack.scales.shape[1],
-        tiles.shape[1],
-        SLOTS=slots,
+        table.entries,
+        SLOTS=table.ids.shape[1],
         EXPERTS=len(stack.words),
         BM=tile.block_m,
         BN=tile.block_n,
@@ -139,6 +139,7 @@ def _launch(
         AHEAD=tile.ahead,
         EVEN=units % tile.chunk == 0,
         **stack.form.constants(),
+        **constants,
         num_warps=tile.num_warps,
         **launch_options(x),
     )
@@ -157,7 +158,7 @@ def launch_moe_hidden_w4a16(args: Any) -> torch.Tensor:
     tile = tiles_for(ids.numel(), stack.experts).gate_up
     if not ids.numel():
         return x.new_empty((0, stack.words.shape[1] // 2))
-    return launch_hidden(tile, x, ids, stack, plan(ids, stack.experts, tile.block_m))
+    return launch_hidden(tile, x, stack, plan(ids, stack.experts, tile.block_m))
 
 
 def launch_moe_sums_w4a16(args: Any) -> torch.Tensor:
@@ -166,7 +167,7 @@ def launch_moe_sums_w4a16(args: Any) -> torch.Tensor:
     if not ids.numel():
         return args.hidden.new_empty((0, stack.words.shape[1]))
     table = plan(ids, stack.experts, tile.block_m)
-    return launch_sums(tile, args.hidden, args.weights, ids, stack, table)
+    return launch_sums(tile, args.hidden, args.weights, stack, table, early=False)
 
 
 def launch_moe_experts_blocks(args: Any) -> torch.Tensor:

@@ -31,6 +31,16 @@ def fences(*kernels: str) -> tuple[Launch, ...]:
     return tuple(Launch(kernel, is_fence=True) for kernel in kernels)
 
 
+# Down of experts in codes, behind gate and up and behind `plan`.
+DOWN_OF_CODES = Launch(
+    "down_codes_kernel",
+    reads_early=("ids", "down", "down_scale"),
+    reads_own=("tiles", "pairs"),
+    is_fence=True,
+)
+DOWN_OF_CODES_APART = Launch("down_codes_kernel", is_fence=True, waits_first=True)
+
+
 def _fits(name: str, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
     wanted = dtype if scale is None else FP8
     if weight.dtype != wanted:

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.int4 import GROUPS, ROWS, UNIT, dequantize
-from compiled_mtp.ops.moe_experts.halves import Ids, Weights, fences, sorted_pairs
+from compiled_mtp.ops.moe_experts.halves import (
+    DOWN_OF_CODES,
+    DOWN_OF_CODES_APART,
+    Ids,
+    Weights,
+    fences,
+    sorted_pairs,
+)
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
@@ -21,7 +28,6 @@ _GROUPS = Remedy("stack what ops.int4.pack_groups gives for each expert")
 _SHARED = Remedy("pass the shared expert's weights in bfloat16, or None if the stacks hold it")
 _HIDDEN = Remedy("pass what the first product of these ids gives")
 Scales = (torch.float16, BF16)
-PRODUCTS = ("gate_up_codes_kernel", "down_codes_kernel")
 
 
 def _fits(name: str, columns: int, groups: int) -> None:
@@ -47,7 +53,11 @@ def _experts_fit(
 
 
 @operator(
-    launches=fences("plan_kernel", *PRODUCTS, "sum_slots_kernel"),
+    launches=(
+        *fences("plan_kernel", "gate_up_codes_kernel"),
+        DOWN_OF_CODES,
+        *fences("sum_slots_kernel"),
+    ),
     check=_experts_fit,
     fake=lambda x: x.new_empty(x.shape),
 )
@@ -96,7 +106,7 @@ def _sums(hidden: Tensor, ids: Tensor, down: Tensor) -> Tensor:
     return hidden.new_empty((ids.shape[0], down.shape[1]))
 
 
-@operator(launches=fences("plan_kernel", PRODUCTS[0]), check=_hidden_fits, fake=_hidden)
+@operator(launches=fences("plan_kernel", "gate_up_codes_kernel"), check=_hidden_fits, fake=_hidden)
 def moe_hidden_w4a16(
     x: Annotated[Tensor, "M H", BF16],
     ids: Ids,
@@ -113,7 +123,11 @@ def moe_hidden_w4a16(
     return _multiply_gate_up(x, ids, gate_up, gate_up_scale, shared_gate_up).flatten(0, 1)[pairs]
 
 
-@operator(launches=fences("plan_kernel", PRODUCTS[1], "sum_slots_kernel"), check=_sums_fit, fake=_sums)
+@operator(
+    launches=(*fences("plan_kernel"), DOWN_OF_CODES_APART, *fences("sum_slots_kernel")),
+    check=_sums_fit,
+    fake=_sums,
+)
 def moe_sums_w4a16(
     hidden: Annotated[Tensor, "pairs I", BF16, CONTIGUOUS, _HIDDEN],
     weights: Weights,

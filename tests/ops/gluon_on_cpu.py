@@ -138,6 +138,8 @@ class Program:
             program_id=lambda axis: torch.tensor(self.program[axis]),
             arange=lambda first, last, _: torch.arange(first, last),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
+            min=torch.amin,
+            where=torch.where,
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
             exp=torch.exp,
             reshape=torch.reshape,
