@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products
 from compiled_mtp.ops.checks import fail
-from compiled_mtp.ops.moe_experts.halves import DOWN_OF_CODES, Ids, Weights, fences
+from compiled_mtp.ops.moe_experts.halves import Ids, Weights, experts_fences
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
@@ -50,11 +50,7 @@ def _experts_fit(
 
 
 @operator(
-    launches=(
-        *fences("plan_kernel", "gate_up_codes_kernel"),
-        DOWN_OF_CODES,
-        *fences("sum_slots_kernel"),
-    ),
+    launches=experts_fences("gate_up_codes_kernel", "down_codes_kernel", "down", "down_scale"),
     check=_experts_fit,
     fake=lambda x: x.new_empty(x.shape),
 )

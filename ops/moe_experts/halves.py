@@ -31,14 +31,17 @@ def fences(*kernels: str) -> tuple[Launch, ...]:
     return tuple(Launch(kernel, is_fence=True) for kernel in kernels)
 
 
-# Down of experts in codes, behind gate and up and behind `plan`.
-DOWN_OF_CODES = Launch(
-    "down_codes_kernel",
-    reads_early=("ids", "down", "down_scale"),
-    reads_own=("tiles", "pairs"),
-    is_fence=True,
-)
-DOWN_OF_CODES_APART = Launch("down_codes_kernel", is_fence=True, waits_first=True)
+def experts_fences(gate_up: str, down: str, *early: str) -> tuple[Launch, ...]:
+    """Launches of whole experts: down's programs find their pairs while those of gate and up end, and read
+    `early`."""
+    own = Launch(down, reads_early=("ids", *early), reads_own=("tiles", "pairs"), is_fence=True)
+    return (*fences("plan_kernel", gate_up), own, *fences("sum_slots_kernel"))
+
+
+def sums_fences(down: str) -> tuple[Launch, ...]:
+    """Launches of down alone, which follows `plan`."""
+    own = Launch(down, is_fence=True, waits_first=True)
+    return (*fences("plan_kernel"), own, *fences("sum_slots_kernel"))
 
 
 def _fits(name: str, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
@@ -152,7 +155,7 @@ def moe_hidden(
 
 
 @operator(
-    launches=fences("plan_kernel", "down_kernel", "sum_slots_kernel"),
+    launches=sums_fences("down_kernel"),
     check=_sums_fit,
     fake=_sums,
     has_cpu_route=True,
@@ -197,7 +200,7 @@ def moe_hidden_w8a8(
 
 
 @operator(
-    launches=fences("plan_kernel", "down_w8a8_kernel", "sum_slots_kernel"),
+    launches=sums_fences("down_w8a8_kernel"),
     check=_sums_groups_fit,
     fake=_sums_of_groups,
     has_cpu_route=True,

@@ -167,15 +167,23 @@ def down_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """results[pair, width] = down hidden for one tile of pairs and BN output columns, in float32."""
+    """results[pair, width] = down hidden for one tile of pairs and BN output columns, in float32.
+
+    EARLY: the kernel before is that of gate and up, which has waited for ids, tiles and pairs.
+    """
+    if PDL and not EARLY:
+        gdc_wait()
+    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
+    if expert < 0:
+        if PDL:
+            gdc_wait()
+        return
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
-    if expert < 0:
-        return
     hidden_at = hidden + place.to(tl.int64) * INNER
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     weight = down + expert * (WIDTH * INNER)
@@ -258,7 +266,7 @@ def launch(args: Any) -> torch.Tensor:
         hidden = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
         results = torch.empty((ids.numel(), width), dtype=torch.float32, device=x.device)
         multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, table, hidden)
-        multiply_down(config, hidden, args.down, args.down_scale, table, results)
+        multiply_down(config, hidden, args.down, args.down_scale, table, results, early=True)
         sum_slots(results, args.weights, out)
     return out
 
@@ -313,8 +321,12 @@ def multiply_down(
     scale: torch.Tensor | None,
     table: Table,
     results: torch.Tensor,
+    early: bool,
 ) -> None:
-    """Write `results` [M * slots, N] of `hidden`, pairs in their own order."""
+    """Write `results` [M * slots, N] of `hidden`, pairs in their own order.
+
+    early: gate and up of the same table were the launch before.
+    """
     width, inner = results.shape[1], hidden.shape[1]
     down_kernel[(triton.cdiv(width, config.down_columns), table.entries)](
         hidden,
@@ -325,6 +337,7 @@ def multiply_down(
         len(table.ids),
         table.entries,
         SLOTS=table.ids.shape[1],
+        EARLY=early,
         BN=config.down_columns,
         BK=config.k_tile(inner),
         **shared_constants(config, hidden, width, inner, scale is not None),
@@ -346,7 +359,7 @@ def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
     results = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
     rows_of_x, stack = (x, args.x_scale), (args.gate_up, args.gate_up_scale)
     multiply_gate_up_w8a8(*rows_of_x, *stack, *table, hidden, hidden_scale, args.out_float32)
-    multiply_down_w8a8(hidden, hidden_scale, args.down, args.down_scale, *table, results)
+    multiply_down_w8a8(hidden, hidden_scale, args.down, args.down_scale, *table, results, early=True)
     sum_slots(results, args.weights, out)
     return out
 
@@ -407,8 +420,12 @@ def multiply_down_w8a8(
     tile_rows: int,
     table: Table,
     results: torch.Tensor,
+    early: bool,
 ) -> None:
-    """Write `results` [M * slots, N] of `hidden`, pairs in their own order."""
+    """Write `results` [M * slots, N] of `hidden`, pairs in their own order.
+
+    early: gate and up of the same table were the launch before.
+    """
     width, inner = results.shape[1], hidden.shape[1]
     down_w8a8_kernel[(width // 128, table.entries)](
         hidden,
@@ -420,6 +437,7 @@ def multiply_down_w8a8(
         len(table.ids),
         table.entries,
         SLOTS=table.ids.shape[1],
+        EARLY=early,
         **w8a8_constants(hidden, width, inner, tile_rows),
     )
 
@@ -441,7 +459,7 @@ def launch_moe_sums(args: Any) -> torch.Tensor:
         config = configuration_of(hidden, ids, experts, args.down_scale, args.prefill)
         table = plan(ids, experts, config.tile_rows)
         results = torch.empty((ids.numel(), width), dtype=torch.float32, device=hidden.device)
-        multiply_down(config, hidden, args.down, args.down_scale, table, results)
+        multiply_down(config, hidden, args.down, args.down_scale, table, results, early=False)
         sum_slots(results, args.weights, out)
     return out
 
@@ -467,6 +485,7 @@ def launch_moe_sums_w8a8(args: Any) -> torch.Tensor:
         tile_rows = w8a8_tile_rows(ids.numel(), experts)
         table = (tile_rows, plan(ids, experts, tile_rows))
         results = torch.empty((ids.numel(), width), dtype=torch.float32, device=hidden.device)
-        multiply_down_w8a8(hidden, args.hidden_scale, args.down, args.down_scale, *table, results)
+        down = (args.down, args.down_scale)
+        multiply_down_w8a8(hidden, args.hidden_scale, *down, *table, results, early=False)
         sum_slots(results, args.weights, out)
     return out

@@ -11,12 +11,12 @@ from torch import Tensor
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.int4 import GROUPS, ROWS, UNIT, dequantize
 from compiled_mtp.ops.moe_experts.halves import (
-    DOWN_OF_CODES,
-    DOWN_OF_CODES_APART,
     Ids,
     Weights,
+    experts_fences,
     fences,
     sorted_pairs,
+    sums_fences,
 )
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
@@ -53,11 +53,7 @@ def _experts_fit(
 
 
 @operator(
-    launches=(
-        *fences("plan_kernel", "gate_up_codes_kernel"),
-        DOWN_OF_CODES,
-        *fences("sum_slots_kernel"),
-    ),
+    launches=experts_fences("gate_up_codes_kernel", "down_codes_kernel", "down", "down_scale"),
     check=_experts_fit,
     fake=lambda x: x.new_empty(x.shape),
 )
@@ -124,7 +120,7 @@ def moe_hidden_w4a16(
 
 
 @operator(
-    launches=(*fences("plan_kernel"), DOWN_OF_CODES_APART, *fences("sum_slots_kernel")),
+    launches=sums_fences("down_codes_kernel"),
     check=_sums_fit,
     fake=_sums,
 )

@@ -96,15 +96,20 @@ def down_w8a8_kernel(
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     BM: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """results[pair, 128 columns] = down hidden for one tile of pairs, in float32."""
+    """results[pair, 128 columns] = down hidden for one tile of pairs, in float32; EARLY: see down_kernel."""
+    if PDL and not EARLY:
+        gdc_wait()
+    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
+    if expert < 0:
+        if PDL:
+            gdc_wait()
+        return
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
-    if expert < 0:
-        return
     row = place.to(tl.int64)
     group = tl.program_id(0)
     in_group = tl.arange(0, 128)
