@@ -14,7 +14,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from compiled_mtp.async_engine import Stream
 from compiled_mtp.request import RequestOutput, RoundDrafts, RoutedExperts, SamplingParams
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.server import logprob_fields
@@ -42,6 +41,7 @@ from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.rounds import round_fields
 from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
+from compiled_mtp.streams.stream import Stream
 
 # OpenAI's default max_tokens of completions; a chat's default is the room left in the context.
 DEFAULT_COMPLETION_TOKENS = 16

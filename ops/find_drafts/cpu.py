@@ -67,7 +67,7 @@ def find_drafts(
 def _longest_match(ids: Tensor, last: int) -> tuple[int, int]:
     """Return the length of the longest match of ids[: last + 1], 0 below LEAST_MATCH, and where it ends."""
     suffix = ids[max(last + 1 - MOST_MATCH, 0) : last + 1].flip(0).tolist()
-    if suffix[0] < 0:
+    if last >= len(ids) or suffix[0] < 0:
         return 0, 0
     places = (ids[:last] == suffix[0]).nonzero().flatten()
     length = 1

@@ -60,7 +60,8 @@ def search_kernel(
     if PDL and not EARLY:
         gdc_wait()
     last = tl.load(pos + slot).to(tl.int32)
-    wanted = tl.load(ids + last)
+    # A request that has reached max_model_len has its last token behind its row.
+    wanted = tl.load(ids + last, mask=last < text_stride, other=-1)
     # Matches no id.
     wanted = tl.where(wanted < 0, -2, wanted)
     lane = tl.arange(0, BLOCK)

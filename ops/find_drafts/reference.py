@@ -84,8 +84,9 @@ def find_drafts(
     id 0. Mutates drafts [slots, D], D >= S, and matched. accepted [B, 2 + W]: `packed` of accept_window for
     the round before, None for a first token. Looked-up drafts of that round hit if it kept one of them, and
     as many as a chain keeps: the threshold then falls by 1, else it rises by 2. A chain's drafts change
-    chain_kept. A round of one row a request verified none and teaches nothing. Integers only, so all ranks
-    agree. The padding keeps zeros. early: a fence (`Launch`) came after the kernel that wrote the last
+    chain_kept. A round of one row a request verified none and teaches nothing. A slot whose pos is N or more
+    matches nothing: its request has reached max_model_len. Integers only, so all ranks agree. The padding
+    keeps zeros. early: a fence (`Launch`) came after the kernel that wrote the last
     tokens.
     """
     found = []
@@ -97,8 +98,9 @@ def find_drafts(
             continue
         if accepted is not None and verify:
             _learn(lookup, slot, kept=int(accepted[request, 0]) - 1, verify=verify)
-        ids = token_ids[slot, : int(pos[slot]) + 1]
-        length, place = _longest_match(ids)
+        last = int(pos[slot])
+        ids = token_ids[slot, : last + 1]
+        length, place = _longest_match(ids) if last < token_ids.shape[1] else (0, 0)
         row = [*chain[request].tolist(), *[0] * (drafts.shape[1] - chain.shape[1])]
         if length >= int(lookup.threshold[slot]):
             row = _continue(ids, place, drafts.shape[1])

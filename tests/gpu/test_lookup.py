@@ -19,7 +19,7 @@ from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, crowd, requests, run
 from tests.engines import make_engine
 from tests.ops.harness import check_launch
-from tests.ops.test_find_drafts import MUTATED, arguments, random_text
+from tests.ops.test_find_drafts import MUTATED, arguments, at_the_end, random_text
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +49,11 @@ def test_find_drafts_in_small_texts() -> None:
     for seed in range(20):
         args = on_gpu(arguments([random_text(rng, 60) for _ in range(100)], seed))
         check_launch(find_drafts, args, rtol=0, atol=0, mutated=MUTATED)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 40])
+def test_the_end_of_a_row(extra: int) -> None:
+    check_launch(find_drafts, on_gpu(at_the_end(extra)), rtol=0, atol=0, mutated=MUTATED)
 
 
 def test_find_drafts_in_a_graph_follows_the_text() -> None:

@@ -137,6 +137,32 @@ def test_the_padding_learns_nothing() -> None:
     assert [int(column[0]) for column in args[4]] == before
 
 
+def at_the_end(extra: int) -> tuple[Any, ...]:
+    """Texts of one repeated id, of which the first one's last token lies `extra` positions behind its row."""
+    args = arguments([[7] * 48, [7] * 40], 3, width=47)
+    args[2][1] = 47 + extra
+    return args
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 40])
+@pytest.mark.parametrize("function", [find_drafts, find_drafts.reference], ids=["cpu", "reference"])
+def test_a_request_that_has_reached_the_end_of_its_row_matches_nothing(function: Any, extra: int) -> None:
+    """Tokens past max_model_len are drawn and accepted, and never stored."""
+    args = at_the_end(extra)
+    found = function(*args)
+    rows = {slot: row for row, slot in enumerate(args[1].tolist()) if slot}
+    assert found.matches[rows[1], 1] == (0 if extra else MOST_MATCH)
+    assert found.matches[rows[2], 1] == MOST_MATCH
+    chain = args[3][rows[1]].tolist()
+    wanted = chain + [0] * (args[5].shape[1] - len(chain)) if extra else [7] * args[5].shape[1]
+    assert found.drafts[rows[1]].tolist() == wanted
+
+
+@pytest.mark.parametrize("extra", [0, 1, 40])
+def test_the_end_of_a_row_in_interpreter(interpreter: None, extra: int) -> None:
+    check_launch(find_drafts, at_the_end(extra), rtol=0, atol=0, mutated=MUTATED)
+
+
 def test_a_repeated_text_is_looked_up_sooner_and_a_wrong_match_later() -> None:
     """A request's threshold follows what its own looked-up drafts were worth beside a chain's."""
     ids = list(range(20, 40)) * 2

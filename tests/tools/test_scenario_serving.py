@@ -48,6 +48,31 @@ def test_each_load_has_a_row_whose_parts_are_its_seconds(
     assert json.loads(second)["beside"] == []
 
 
+def test_fixed_depths_repeat_the_first_lengths_on_the_same_engine(
+    bench_engine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_engine.main([*FLAGS, "--requests=3,5", "--mtp-step=auto", "--fixed-depths=2,0"])
+    *_, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    cases = [(row["mean_prompt"], row["streams"], row["requests"], row["mtp_step"]) for row in rows]
+    own = [(9, 2, 3, "auto"), (9, 4, 5, "auto"), (30, 2, 3, "auto"), (30, 4, 5, "auto")]
+    assert cases == [*own, (9, 2, 3, 2), (9, 2, 3, 0), (9, 4, 5, 2), (9, 4, 5, 0)]
+    for row in rows[4:]:
+        assert {shape.rpartition(" ")[2] for shape in row["parts"]["rounds"]} == {str(row["mtp_step"])}
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--requests=1,2,3", "--mtp-step=auto"], "requests must have one number, or one for each"),
+        (["--fixed-depths=1", "--mtp-step=3"], "fixed_depths must come with mtp_step auto, got 3"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_named(bench_engine: Any, flags: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        bench_engine.main([*FLAGS, *flags])
+
+
 def test_nothing_is_printed_for_tokens_that_depend_on_the_batch(
     bench_engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,9 @@ buckets; prompt_padding: the share of empty rows in prompts' launches. host_us: 
 without its waits for a GPU. Tokens of requests that run together must equal those of each alone; otherwise
 nothing is printed.
 
---beside FILE adds saved rows of the same load to each row.
+--fixed-depths measures the first of --lengths again, at each of these depths in place of auto's choice, on
+the same engine. Such a row names its depth as mtp_step. Drafts are a chain's alone: random ids have no text
+to draft from. --beside FILE adds saved rows of the same load to each row.
 """
 
 from __future__ import annotations
@@ -48,9 +50,28 @@ from compiled_mtp.graphs.buckets import lay_out, pick_prefill_length
 from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server.interpreter import settle_interpreter
+from compiled_mtp.spec.policy import DepthPolicy
 from engine_scenarios import common
 
 CHECKED, CHECKED_TOKENS = 12, 16
+
+
+class FixableEngine(Engine):
+    """An engine of mtp_step "auto" whose rounds have `fixed_depth`, or those of auto while it is None."""
+
+    fixed_depth: int | None = None
+
+    def _make_depths(self) -> DepthPolicy | None:
+        policy = super()._make_depths()
+        if policy is not None:
+            choose = policy.choose
+
+            def choose_or_fix(num_requests: int, context_tokens: int, is_two_phase: bool) -> int:
+                chosen = choose(num_requests, context_tokens, is_two_phase)
+                return chosen if self.fixed_depth is None else self.fixed_depth
+
+            policy.choose = choose_or_fix  # type: ignore[method-assign]
+        return policy
 
 
 @dataclasses.dataclass
@@ -229,23 +250,54 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser, may_be_auto=True)
     parser.add_argument("--streams", type=common.numbers, default=[64], help="clients, separated by commas")
     parser.add_argument("--lengths", type=loads, default=[MeanLengths(200, 200)], metavar="PROMPT:OUTPUT,...")
-    parser.add_argument("--requests", type=common.count, help="of each load; default: four of each client")
+    parser.add_argument(
+        "--requests",
+        type=common.numbers,
+        help="of each load: one number, or one for each of --streams; default: four of each client",
+    )
+    parser.add_argument(
+        "--fixed-depths", type=common.numbers, default=[], help="with --mtp-step auto, separated by commas"
+    )
     parser.add_argument("--max-batch", type=common.count, help="default: the most streams")
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens per round at mtp_step 3")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to ours")
 
 
+def cases_of(flags: argparse.Namespace) -> list[tuple[MeanLengths, int, int, int | None]]:
+    """Return lengths, streams, requests and fixed depth of each load, None for mtp_step's own depth.
+
+    Raises ValueError for flags that contradict each other.
+    """
+    requests = flags.requests or [4 * streams for streams in flags.streams]
+    if len(requests) == 1:
+        requests = requests * len(flags.streams)
+    if len(requests) != len(flags.streams):
+        raise ValueError(
+            f"requests must have one number, or one for each of streams, got {requests} for {flags.streams}; "
+            "name as many of each"
+        )
+    if flags.fixed_depths and flags.mtp_step != "auto":
+        raise ValueError(
+            f"fixed_depths must come with mtp_step auto, got {flags.mtp_step}; pass --mtp-step auto"
+        )
+    pairs = list(zip(flags.streams, requests, strict=True))
+    own = [(lengths, *pair, None) for lengths in flags.lengths for pair in pairs]
+    return [*own, *((flags.lengths[0], *pair, depth) for pair in pairs for depth in flags.fixed_depths)]
+
+
 def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Check the tokens, then print a row of each load."""
+    cases = cases_of(flags)
     saved = [] if flags.beside is None else read_rows(flags.beside, SAVED_FIELDS, {})
     begin = time.perf_counter()
     engine = common.open_engine(
         flags,
-        kind=Engine,
+        kind=FixableEngine,
         max_batch=flags.max_batch or max(flags.streams),
         max_model_len=max(lengths.longest for lengths in flags.lengths) + 64,
         # No prompt comes twice.
         prefix_cache=False,
+        lookup="off",
         synthetic_acceptance=rate_for(flags.accept, 3),
     )
     start_s = time.perf_counter() - begin
@@ -258,19 +310,18 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "device": common.device_name(engine),
         "shape": flags.shape or flags.model.name,
         "weights": "fp8" if flags.fp8 else "bf16",
-        "mtp_step": flags.mtp_step,
     }
     timeline, rows = Timeline(engine), list[dict[str, Any]]()
     settle_interpreter()
     # The clients' coroutines and the stepping thread share one interpreter.
-    stepped = AsyncEngine(engine, max_open=max(flags.requests or 0, 4 * max(flags.streams)))
-    for lengths in flags.lengths:
-        for streams in flags.streams:
-            row = measure(stepped, timeline, lengths, streams, flags.requests or 4 * streams)
-            found, line = with_beside(case | row, saved)
-            if line:
-                print(f"beside: {line}")
-            print(json.dumps(found), flush=True)
-            rows.append(found)
+    stepped = AsyncEngine(engine, max_open=max(requests for _, _, requests, _ in cases))
+    for lengths, streams, requests, depth in cases:
+        engine.fixed_depth = depth
+        own = case | {"mtp_step": flags.mtp_step if depth is None else depth}
+        found, line = with_beside(own | measure(stepped, timeline, lengths, streams, requests), saved)
+        if line:
+            print(f"beside: {line}")
+        print(json.dumps(found), flush=True)
+        rows.append(found)
     stepped.close()
     return {"start_s": round(start_s, 1), "max_batch": flags.max_batch or max(flags.streams), "rows": rows}
