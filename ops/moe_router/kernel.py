@@ -43,7 +43,7 @@ def moe_router_kernel(
     column = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
     value = tl.load(logits + row * row_stride + column, mask=column < EXPERTS, other=float("-inf"))
-    # Integers in the order of values: a NaN ranks as -inf, and -0.0 as 0.0. A warp reduces integers of 32 bits
+    # Integers in the order of values: a NaN ranks as -inf, and -0.0 as 0.0. A warp reduces 32-bit integers
     # in one instruction, floats in five steps.
     ranked = tl.where((value == value) & (value != 0.0), value, tl.where(value == 0.0, 0.0, float("-inf")))
     bits = ranked.to(tl.int32, bitcast=True)
