@@ -66,6 +66,11 @@ def tiles_for(num_pairs: int, experts: int) -> Tiles:
     return Tiles(LeftTile(64, 64, 4, 1, 3), LeftTile(64, 64, 4, 1, 3))
 
 
+def plain_stages(tile: LeftTile, form: LeftForm) -> int:
+    """Stages of 64 columns of a plain weight: as many as the memory of a tile's codes holds."""
+    return max(3, tile.shared_bytes(form) // ((tile.block_m + tile.block_n) * 64 * 2))
+
+
 def launch_experts(
     tiles: Tiles, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Stack, down: Stack
 ) -> torch.Tensor:
@@ -136,6 +141,7 @@ def _launch(
         BN=tile.block_n,
         CHUNK=tile.chunk,
         STAGES=tile.num_stages,
+        PLAIN_STAGES=plain_stages(tile, stack.form),
         AHEAD=tile.ahead,
         EVEN=units % tile.chunk == 0,
         **stack.form.constants(),

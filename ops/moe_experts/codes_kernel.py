@@ -216,10 +216,10 @@ def store_pairs(
 def gate_up_codes_kernel(
     x, gate_up, gate_up_scale, shared_gate_up, ids, tiles, pairs, hidden, rows, n, x_stride, units,
     scale_words, num_tiles,
-    SLOTS: gl.constexpr, EXPERTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr,
-    WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr,
-    PARTS: gl.constexpr, PDL: gl.constexpr,
+    SLOTS: gl.constexpr, EXPERTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, PLAIN_STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
+    KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
+    BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """hidden[pair as `plan` sorts them] = silu(gate x) * up x of the pair's row of x.
 
@@ -238,7 +238,7 @@ def gate_up_codes_kernel(
     if shared_gate_up is not None and expert == EXPERTS:
         total = sum_plain(
             x, shared_gate_up, ids, pairs, expert, begin, count, rows, n, x_stride, units * 128, layout,
-            SLOTS, HAS_TABLE, BM, BN, STAGES, True,
+            SLOTS, HAS_TABLE, BM, BN, PLAIN_STAGES, True,
         )  # fmt: skip
     else:
         started = start_codes(
@@ -259,9 +259,9 @@ def down_codes_kernel(
     hidden, down, down_scale, shared_down, ids, tiles, pairs, results, rows, n, x_stride, units,
     scale_words, num_tiles,
     SLOTS: gl.constexpr, EXPERTS: gl.constexpr, EARLY: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, KIND: gl.constexpr,
-    WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr,
-    PARTS: gl.constexpr, PDL: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, PLAIN_STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    EVEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr, FIELDS: gl.constexpr, ABOVE: gl.constexpr,
+    BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """results[pair] = down times the pair's row of hidden, float32; arguments: see gate_up_codes_kernel.
 
@@ -282,7 +282,7 @@ def down_codes_kernel(
             gdc_wait()
         total = sum_plain(
             hidden, shared_down, ids, pairs, expert, begin, count, rows, n, x_stride, units * 128, layout,
-            SLOTS, HAS_TABLE, BM, BN, STAGES, False,
+            SLOTS, HAS_TABLE, BM, BN, PLAIN_STAGES, False,
         )  # fmt: skip
         store_pairs(
             total, results, ids, pairs, expert, begin, count, rows, n, layout, SLOTS, HAS_TABLE, BM, BN, False

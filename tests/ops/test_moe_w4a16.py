@@ -11,7 +11,7 @@ from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.int4 import dequantize, pack, unpack
 from compiled_mtp.ops.left_config import LeftTile, form_of_int4, form_of_kind
 from compiled_mtp.ops.moe_experts import moe_experts_w4a16, moe_hidden_w4a16, moe_sums_w4a16
-from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts, tiles_for
+from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts, plain_stages, tiles_for
 from tests.ops.harness import check_compiles, poisoned_allocations
 from tests.ops.left_on_cpu import put_experts_on_cpu
 from tests.ops.test_linear_w4a16 import four_bits
@@ -163,8 +163,8 @@ def test_tiles_fit(pairs: int) -> None:
     assert tiles.gate_up.block_m == tiles.down.block_m >= min(1.25 * pairs / 257, 64)
     for tile in tiles:
         assert tile.block_n % (16 * tile.num_warps) == 0
-        plain = tile.num_stages * (tile.block_m + tile.block_n) * 64 * 2
         for form in (*map(form_of_kind, KINDS), form_of_int4(torch.float16, 4)):
+            plain = plain_stages(tile, form) * (tile.block_m + tile.block_n) * 64 * 2
             assert max(tile.shared_bytes(form), plain) <= 99 * 1024, form
 
 
