@@ -58,12 +58,12 @@ def tiles_for(num_pairs: int, experts: int) -> Tiles:
     """
     mean = num_pairs / experts
     if mean <= 6:
-        return Tiles(LeftTile(8, 64, 2, 2, 3), LeftTile(8, 64, 2, 2, 3))
-    if mean <= 11:
-        return Tiles(LeftTile(16, 64, 2, 1, 4), LeftTile(16, 64, 2, 1, 4))
-    if mean <= 22:
-        return Tiles(LeftTile(32, 64, 2, 1, 3), LeftTile(32, 64, 2, 1, 3))
-    return Tiles(LeftTile(64, 64, 4, 1, 3), LeftTile(64, 64, 4, 1, 3))
+        return Tiles(LeftTile(8, 64, 4, 2, 3), LeftTile(8, 128, 4, 2, 2))
+    if mean <= 14:
+        return Tiles(LeftTile(16, 64, 4, 1, 4), LeftTile(16, 128, 4, 1, 3))
+    if mean <= 48:
+        return Tiles(LeftTile(32, 128, 4, 1, 3), LeftTile(32, 128, 4, 1, 3))
+    return Tiles(LeftTile(64, 128, 4, 1, 3), LeftTile(64, 128, 4, 1, 3))
 
 
 def plain_stages(tile: LeftTile, form: LeftForm) -> int:

@@ -160,7 +160,7 @@ def cut(case: Case, columns: slice) -> Case:
 def test_tiles_fit(pairs: int) -> None:
     """The smallest shared memory of a supported GPU, and one tile for nearly every expert."""
     tiles = tiles_for(pairs, 257)
-    assert tiles.gate_up.block_m == tiles.down.block_m >= min(1.25 * pairs / 257, 64)
+    assert tiles.gate_up.block_m == tiles.down.block_m >= min(0.7 * pairs / 257, 64)
     for tile in tiles:
         assert tile.block_n % (16 * tile.num_warps) == 0
         for form in (*map(form_of_kind, KINDS), form_of_int4(torch.float16, 4)):
