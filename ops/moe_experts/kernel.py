@@ -1,7 +1,8 @@
 """Grouped experts in four launches: tile table, gate|up with silu-mul, down, weighted sum in slot order.
 
 A tile is up to `tile_rows` (row, slot) pairs of one expert, so that few tiles read the same weights. Grids
-have the size of the worst case and surplus programs leave at once: no count reaches the host.
+have the size of the worst case and surplus programs leave at once: no count reaches the host. Up to 16 rows
+need no table (`find_pairs`).
 """
 
 from __future__ import annotations
