@@ -101,9 +101,9 @@ class MoE(nn.Module):
         if self.kinds is not None:
             assert gate_up is not None
             assert down is not None
-            return moe_experts_blocks(x, weights, ids, *self.codes, gate_up, down, *self.kinds, is_prefill)
+            return moe_experts_blocks(x, weights, ids, *self.codes, gate_up, down, *self.kinds)
         if self.has_codes:
-            return moe_experts_w4a16(x, weights, ids, *self.codes, gate_up, down, is_prefill)
+            return moe_experts_w4a16(x, weights, ids, *self.codes, gate_up, down)
         return moe_experts(x, weights, ids, *stacks, *scales, is_prefill)
 
     @property
@@ -131,8 +131,7 @@ class MoE(nn.Module):
             return moe_sums_w8a8(values, factors, weights, ids, *down, self.is_float32)
         if self.has_codes:
             gate_up, stack, gate_up_scale, stack_scale = self.codes
-            first = (gate_up, gate_up_scale, self.shared_gate_up, is_prefill)
-            hidden = gather(moe_hidden_w4a16(plain(x), ids, *first))
-            return moe_sums_w4a16(hidden, weights, ids, stack, stack_scale, self.shared_down, is_prefill)
+            hidden = gather(moe_hidden_w4a16(plain(x), ids, gate_up, gate_up_scale, self.shared_gate_up))
+            return moe_sums_w4a16(hidden, weights, ids, stack, stack_scale, self.shared_down)
         hidden = gather(moe_hidden(plain(x), ids, self.gate_up, scale, is_prefill))
         return moe_sums(hidden, weights, ids, self.down, self.down_scale, is_prefill)
