@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
 
+# Makes a named tuple in a third of the time of its class; for tuples made for each request and step.
+new_tuple = tuple.__new__
+
 SPARE_SLOTS = 2
 """Slots that no request owns: the first, for padding, and the last, in which a launch leaves the state at a
 snapshot position inside a prompt chunk."""

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
-from compiled_mtp.config import DEFAULT_BATCH, EngineConfig
+from compiled_mtp.async_engine import AsyncEngine
+from compiled_mtp.config.defaults import resolve_prefill_chunk
+from compiled_mtp.config.engine_config import DEFAULT_BATCH, EngineConfig
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.replicas.config import (
@@ -43,6 +44,7 @@ from compiled_mtp.server.interpreter import settle_interpreter
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.serve import assemble_service, name_model
+from compiled_mtp.streams.status import EngineStoppedError
 
 if TYPE_CHECKING:
     from compiled_mtp.spec.engine_stats import EngineStats
@@ -263,7 +265,7 @@ class Ingress:
             RelayLimits(settings.max_failovers, settings.start_timeout_s, settings.silence_timeout_s),
             seed=config.seed,
             # Routing hashes prefixes in chunks of its own, which need not be a GPU's prefill chunks.
-            chunk=config.resolve_prefill_chunk("cpu", frontend.model_config),
+            chunk=resolve_prefill_chunk(config, "cpu", frontend.model_config),
             num_chunks=settings.prefix_chunks,
             max_open=server.max_open,
             max_image_bytes=server.max_image_bytes,

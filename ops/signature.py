@@ -28,7 +28,6 @@ I32, I64, BOOL = torch.int32, torch.int64, torch.bool
 ACTIVATION = (torch.float32, torch.bfloat16)
 CONTIGUOUS = object()
 SCALARS = {int: "SymInt", float: "float", bool: "bool", str: "str"}
-Hints = dict[str, Any]
 
 
 @dataclass(frozen=True)

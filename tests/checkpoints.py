@@ -52,7 +52,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 
-# Rope scalings that change the frequencies within the length of a test's prompt.
+# Rope scalings that change the frequencies within the length of a test's prompt; the experts of one are not
+# renormalised.
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ROPE_FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("dense-yarn", {"family": "qwen3_5", "num_key_heads": 1, "num_value_heads": 2, "rope": YARN}),
@@ -63,6 +64,7 @@ ROPE_FAMILIES: list[tuple[str, dict[str, Any]]] = [
             "num_key_heads": 1,
             "num_value_heads": 2,
             "rope": {"type": "linear", "factor": 3.0},
+            "norm_topk_prob": False,
         },
     ),
 ]
@@ -115,6 +117,7 @@ def write_checkpoint(
     fp8_scale: torch.dtype | None = None,
     tokenizer: bool = False,
     rope: dict[str, Any] | None = None,
+    norm_topk_prob: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write a checkpoint to `directory` and return it.
@@ -125,6 +128,7 @@ def write_checkpoint(
     in float32 (None: as released). `fp8_scale` is the dtype of FP8 scales, None for bfloat16 weights.
     `mtp_file` puts the head in mtp.safetensors, which a sharded checkpoint's index leaves out. `tokenizer`
     adds a byte-level tokenizer. `rope` is a rope scaling, in the spelling of the family's releases.
+    `norm_topk_prob` is Qwen3-Next's.
     """
     directory.mkdir(parents=True, exist_ok=True)
     is_next, is_moe = family == "qwen3_next", family != "qwen3_5"
@@ -157,7 +161,12 @@ def write_checkpoint(
     if not is_moe or is_next:
         text["intermediate_size"] = intermediate_size
     if is_next:
-        text |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1e7}
+        text |= {
+            "norm_topk_prob": norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "rope_theta": 1e7,
+        }
         text |= {"partial_rotary_factor": 0.25, "rope_scaling": rope, "torch_dtype": "bfloat16"}
     else:
         default = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.config import EngineConfig, as_config
+from compiled_mtp.config import EngineConfig, as_config, defaults
 from compiled_mtp.models.hf_config import read_model_config
 from tests.checkpoints import write_checkpoint
 from tests.test_config import edit
@@ -52,7 +52,10 @@ def test_chunks_follow_the_device_and_the_width(
 ) -> None:
     """Whole blocks and whole chunks of GDN layers; short on a GPU while other requests decode."""
     config, model = EngineConfig(**given), replace(tiny_config(), hidden_size=hidden_size)
-    chunks = (config.resolve_prefill_chunk(device, model), config.resolve_busy_chunk(device, model))
+    chunks = (
+        defaults.resolve_prefill_chunk(config, device, model),
+        defaults.resolve_busy_chunk(config, device, model),
+    )
     assert chunks == (chunk, busy)
 
 
@@ -226,25 +229,25 @@ def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_resolved_numbers(tmp_path: Path) -> None:
     model = read_model_config(write_checkpoint(tmp_path))
-    assert EngineConfig().resolve_dtype("cpu", model) == "float32"
-    assert EngineConfig().resolve_dtype("cuda", model) == "bfloat16"
-    assert EngineConfig(dtype="bfloat16").resolve_dtype("cpu", model) == "bfloat16"
-    assert EngineConfig().resolve_max_in_flight("cpu") == 0
-    assert EngineConfig().resolve_max_in_flight("cuda") == 1
-    assert EngineConfig(max_in_flight=1).resolve_max_in_flight("cpu") == 1
-    assert EngineConfig().resolve_max_model_len(model) == 4096
-    assert EngineConfig(max_model_len=100).resolve_max_model_len(model) == 100
+    assert defaults.resolve_dtype(EngineConfig(), "cpu", model) == "float32"
+    assert defaults.resolve_dtype(EngineConfig(), "cuda", model) == "bfloat16"
+    assert defaults.resolve_dtype(EngineConfig(dtype="bfloat16"), "cpu", model) == "bfloat16"
+    assert defaults.resolve_max_in_flight(EngineConfig(), "cpu") == 0
+    assert defaults.resolve_max_in_flight(EngineConfig(), "cuda") == 1
+    assert defaults.resolve_max_in_flight(EngineConfig(max_in_flight=1), "cpu") == 1
+    assert defaults.resolve_max_model_len(EngineConfig(), model) == 4096
+    assert defaults.resolve_max_model_len(EngineConfig(max_model_len=100), model) == 100
     with pytest.raises(
         ValueError, match="max_model_len must be at most 4096, the checkpoint's limit, got 5000"
     ):
-        EngineConfig(max_model_len=5000).resolve_max_model_len(model)
+        defaults.resolve_max_model_len(EngineConfig(max_model_len=5000), model)
     edit(tmp_path, {"max_position_embeddings": 262144, "dtype": "float16"})
     large = read_model_config(tmp_path)
-    assert EngineConfig().resolve_max_model_len(large) == 262144
+    assert defaults.resolve_max_model_len(EngineConfig(), large) == 262144
     with pytest.raises(
         ValueError, match="dtype must be float32 or bfloat16, got float16 from the checkpoint"
     ):
-        EngineConfig().resolve_dtype("cuda", large)
+        defaults.resolve_dtype(EngineConfig(), "cuda", large)
 
 
 def test_configuration_does_not_import_torch() -> None:

@@ -43,7 +43,7 @@ from compiled_mtp.ops.device import GPU, assume
 from compiled_mtp.runner import assemble
 from compiled_mtp.runner.forecast import forecast
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan
+from compiled_mtp.runner.memory_plan import MemoryPlan
 from compiled_mtp.runner.spec import resolve
 
 _READ_BYTES = 64 << 20

@@ -42,7 +42,7 @@ from compiled_mtp.ops.device import GPU, assume, is_assumed, memory_of
 from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.forecast import draft_head_bytes, forecast, parameter_bytes
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan
+from compiled_mtp.runner.memory_plan import MemoryPlan
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given

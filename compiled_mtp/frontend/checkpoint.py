@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from compiled_mtp.config import HEAD_REMEDY, EngineConfig
+from compiled_mtp.config.defaults import resolve_max_model_len
+from compiled_mtp.config.engine_config import HEAD_REMEDY, EngineConfig
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.frontend.tokenizer import Tokenizer, has_tokenizer
@@ -32,5 +33,5 @@ def open_frontend(config: EngineConfig) -> RequestProcessor:
     # Find a default out of range before the weights are loaded.
     SamplingParams().with_defaults(model_config.generation_defaults)
     tokenizer = Tokenizer(path, config.chat_template) if has_tokenizer(path) else None
-    longest = config.resolve_max_model_len(model_config)
+    longest = resolve_max_model_len(config, model_config)
     return RequestProcessor(path, model_config, tokenizer, longest, config.max_images)

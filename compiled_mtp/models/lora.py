@@ -18,11 +18,13 @@ from compiled_mtp.models.config_keys import Keys, read_json
 from compiled_mtp.models.finite import find_not_finite
 from compiled_mtp.models.headers import Header, read_file, without_prefix
 from compiled_mtp.models.lora_weights import Change, ExpertChange, MergedWeight, Pair, StackChange, StackPair
-from compiled_mtp.models.stored import HEAD
+from compiled_mtp.models.stored import HEAD, are_equal
 from compiled_mtp.models.stored_weight import StoredWeight
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PAIR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight$")
+# PEFT saves lm_head as it was beside the pair that changes it.
+_BASE = re.compile(r"^base_model\.model\.(?P<module>.+)\.base_layer\.weight$")
 # The two stacks of experts of a layer: the second wraps the first.
 _EXPERTS = re.compile(r"^(?P<module>.+\.mlp\.experts)(\.base_layer)?$")
 _FLOATS = ("BF16", "F16", "F32")
@@ -47,12 +49,14 @@ class Adapter:
     """A LoRA adapter: the matrices A and B of each module, by its name in the base model.
 
     pairs: of linears. stacks: of experts, by the names of their modules, of which a layer may have two.
+    bases: copies of the base model's weights, of some modules of `pairs`.
     """
 
     path: Path
     keys: Keys
     pairs: Mapping[str, Pair]
     stacks: Mapping[str, tuple[Header, Header]]
+    bases: Mapping[str, Header]
 
     @property
     def key(self) -> str:
@@ -78,7 +82,8 @@ def read_merged(config: ModelConfig, root: Path, lora: Path | None) -> dict[str,
     """The weights of `read_stored`, with the adapter in the directory `lora` merged into those it changes.
 
     Raises ValueError as `read_stored` and `read_adapter` do, and for an adapter that changes a weight that
-    the checkpoint lacks, that has another shape, that is quantised or that is tied to the embedding.
+    the checkpoint lacks, that has another shape, that is quantised, that is tied to the embedding, or of
+    which the adapter has another copy.
     """
     weights = read_stored(root)
     if lora is None:
@@ -93,8 +98,13 @@ def read_merged(config: ModelConfig, root: Path, lora: Path | None) -> dict[str,
     missing = [change.name for name, change in changes.items() if name not in weights]
     got = f"{', '.join(missing[:3])} and others" if len(missing) > 3 else ", ".join(missing)
     check(not missing, "lora", "change weights of the checkpoint", got, _OTHER_BASE)
+    copies = {f"{without_prefix(module)}.weight": copy for module, copy in adapter.bases.items()}
     for name, change in changes.items():
-        weights[name] = _merge(weights[name], change)
+        base = weights[name]
+        weights[name] = _merge(base, change)
+        is_same = name not in copies or are_equal(copies[name], base)
+        remedy = f"{_OTHER_BASE}, or {_MERGE}"
+        check(is_same, "lora", "be trained on this model", f"another {base.name}", remedy)
     return weights
 
 
@@ -149,9 +159,11 @@ def read_adapter(path: Path) -> Adapter:
     check(file.is_file(), "lora", f"hold {WEIGHTS}", path, f"{remedy}, with safe_serialization")
     keys = Keys(read_json(path / CONFIG), _FIX)
     _check_plain(keys.values)
-    both = _read_matrices(read_file(file))
+    headers = read_file(file)
+    bases = _read_bases(headers)
+    both = _read_matrices([header for header in headers if header not in bases.values()])
     stacks = {module: pair for module, pair in both.items() if _EXPERTS.match(module)}
-    adapter = Adapter(path, keys, {}, stacks)
+    adapter = Adapter(path, keys, {}, stacks, bases)
     pairs = {
         module: _linear_pair(adapter, module, *pair) for module, pair in both.items() if module not in stacks
     }
@@ -179,6 +191,13 @@ def _check_plain(values: Mapping[str, Any]) -> None:
         is_off = not value or (key == "bias" and value == "none")
         if key not in (*_READ, *_IGNORED) and not is_off:
             raise fail(f"{key} of {CONFIG}", "be off", quote(value), _MERGE)
+
+
+def _read_bases(headers: list[Header]) -> dict[str, Header]:
+    """The copies of weights that the adapter changes, by module."""
+    changed = {found["module"] for header in headers if (found := _PAIR.match(header.name))}
+    copies = {found["module"]: header for header in headers if (found := _BASE.match(header.name))}
+    return {module: header for module, header in copies.items() if module in changed}
 
 
 def _read_matrices(headers: list[Header]) -> dict[str, tuple[Header, Header]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     config = replace(config, mtp_num_layers=int(has_head))
     if not config.tie_word_embeddings or not {EMBEDDING, HEAD} <= headers.keys():
         return config
-    if _are_equal(headers):
+    if are_equal(headers[EMBEDDING], headers[HEAD]):
         logger.info("%s is the embedding once more; it is skipped", headers[HEAD].name)
         return config
     logger.warning(
@@ -57,15 +56,14 @@ def as_stored(config: ModelConfig, root: Path) -> ModelConfig:
     return replace(config, tie_word_embeddings=False)
 
 
-def _are_equal(weights: Mapping[str, StoredWeight]) -> bool:
-    """Whether embedding and head hold equal numbers."""
-    both = [weights[EMBEDDING], weights[HEAD]]
-    if both[0].shape != both[1].shape or len(both[0].shape) != 2:
+def are_equal(first: StoredWeight, second: StoredWeight) -> bool:
+    """Whether two matrices hold equal numbers, which are compared some rows at a time."""
+    if first.shape != second.shape or len(first.shape) != 2:
         return False
-    for first in range(0, both[0].shape[0], _ROWS):
-        rows = slice(first, min(first + _ROWS, both[0].shape[0]))
+    for begin in range(0, first.shape[0], _ROWS):
+        rows = slice(begin, min(begin + _ROWS, first.shape[0]))
         # torch cannot compare FP8 tensors.
-        parts = [weight.read((rows, slice(0, weight.shape[1]))).float() for weight in both]
+        parts = [weight.read((rows, slice(0, weight.shape[1]))).float() for weight in (first, second)]
         if not torch.equal(*parts):
             return False
     return True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, Stream
+from compiled_mtp.async_engine import AsyncEngine
 from compiled_mtp.replicas.messages import Accepted, Call, HistoryTrimmer, Message, Refused
 from compiled_mtp.request import RequestOutput
+from compiled_mtp.streams.status import EngineStoppedError, QueueFullError
+from compiled_mtp.streams.stream import Stream
 
 # Seconds without an output after which a replica sends a heartbeat: several per the least silence_timeout_s.
 _HEARTBEAT_S = 1.0

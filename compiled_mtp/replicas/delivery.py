@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compiled_mtp.async_engine import EngineStoppedError
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput, RoundDrafts
+from compiled_mtp.streams.status import EngineStoppedError
 
 
 class ReplicasDifferError(EngineStoppedError):

@@ -11,19 +11,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_mtp.async_engine import (
-    DEFAULT_IMAGE_BYTES,
-    EngineStoppedError,
-    QueueFullError,
-    Status,
-    Stream,
-    check_image_bytes,
-    count_image_bytes,
-)
 from compiled_mtp.replicas.messages import Call
 from compiled_mtp.replicas.relay import OpenReplica, Relay, RelayLimits, RelayObserver
 from compiled_mtp.replicas.routing import prefix_key
 from compiled_mtp.request import SamplingParams, derive_seed
+from compiled_mtp.streams.limits import (
+    DEFAULT_IMAGE_BYTES,
+    check_choices,
+    check_image_bytes,
+    count_image_bytes,
+)
+from compiled_mtp.streams.status import EngineStoppedError, Status
+from compiled_mtp.streams.stream import Stream
 
 
 class ReplicatedEngine:
@@ -133,17 +132,7 @@ class ReplicatedEngine:
     def _check_open(self, num_more: int) -> None:
         if self._closing is not None:
             raise EngineStoppedError(self._closing)
-        if num_more > self.max_open:
-            raise ValueError(
-                f"n must be at most {self.max_open} (max_open) over all requests, got {num_more}; ask for "
-                "fewer"
-            )
-        if self._num_open + num_more > self.max_open:
-            raise QueueFullError(
-                f"the queue must have room for {num_more} more, got {self._num_open} of {self.max_open} "
-                "taken; try again later",
-                retry_after_s=1,
-            )
+        check_choices(num_more, self._num_open, self.max_open, retry_after_s=1)
 
     def _start(
         self, request: Mapping[str, Any], params: SamplingParams, stream: Stream

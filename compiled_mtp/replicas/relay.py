@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, Stream
 from compiled_mtp.errors import quote
 from compiled_mtp.replicas.delivery import Delivery, ReplicasDifferError
 from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
 from compiled_mtp.replicas.silence import SilenceWatch
 from compiled_mtp.request import RequestOutput
+from compiled_mtp.streams.status import EngineStoppedError, QueueFullError
+from compiled_mtp.streams.stream import Stream
 
 logger = logging.getLogger("compiled_mtp.replicas")
 

@@ -34,7 +34,8 @@ from compiled_mtp.runner.cache_key import early_key, late_key
 from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.forecast import Buckets, buckets_of, draft_head_bytes, free_beside, size_caches
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import MemoryPlan, fit_wide_rounds, resolve_max_batch
+from compiled_mtp.runner.max_batch import fit_wide_rounds, resolve_max_batch
+from compiled_mtp.runner.memory_plan import MemoryPlan
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.spec import EngineSpec, apply, choose_graph_mode
 from compiled_mtp.spec.depth import first_depth

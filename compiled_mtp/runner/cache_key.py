@@ -15,7 +15,7 @@ from compiled_mtp.graphs.artifacts import machine_key, source_digest
 from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.model_config import NOT_TRACED
-from compiled_mtp.runner.memory import MemoryPlan
+from compiled_mtp.runner.memory_plan import MemoryPlan
 from compiled_mtp.runner.spec import EngineSpec
 
 _IMPORTED = re.compile(r"^ *(?:from|import) compiled_mtp\.(\w+)", re.MULTILINE)

@@ -14,7 +14,9 @@ from torch import nn
 
 from compiled_mtp.graphs.buckets import Bucket, ladder, ladders
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.runner.memory import MemoryPlan, fit_wide_rounds, resolve_max_batch, resolve_memory
+from compiled_mtp.runner.max_batch import fit_wide_rounds, resolve_max_batch
+from compiled_mtp.runner.memory import resolve_memory
+from compiled_mtp.runner.memory_plan import MemoryPlan
 from compiled_mtp.runner.spec import WIDE_REQUESTS, EngineSpec
 from compiled_mtp.vision.tower import empty_tower
 

@@ -12,7 +12,7 @@ import torch
 from compiled_mtp.cache.kv_cache import resolve_kv_dtype
 from compiled_mtp.cache.slot_tensors import SlotRow
 from compiled_mtp.communicators.communicator import Communicator
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import EngineConfig, defaults
 from compiled_mtp.errors import check
 from compiled_mtp.graphs.artifacts import read_key
 from compiled_mtp.graphs.buckets import RoundShape, prefill_lengths
@@ -250,7 +250,7 @@ def resolve(
     kind, path = device.type, config.model if is_checkpoint else None
     rule, remedy = "be False for a model without experts", "leave it out"
     check(model.is_moe or not config.routed_experts, "routed_experts", rule, True, remedy)
-    dtype = getattr(torch, config.resolve_dtype(kind, model))
+    dtype = getattr(torch, defaults.resolve_dtype(config, kind, model))
     recipe = resolve_recipe(config.weight_recipe, has_fp8=model.quantized, device=device)
     drafters = choose_drafters(max(config.depths), config.lookup)
     num_threads = config.num_threads
@@ -272,11 +272,11 @@ def resolve(
         drafters=drafters,
         drafts=_plan_drafts(config, model, num_valid_ids, formats, dtype=dtype, device=device),
         num_valid_ids=num_valid_ids,
-        max_model_len=config.resolve_max_model_len(model),
-        prefill_chunk=config.resolve_prefill_chunk(kind, model),
-        busy_chunk=config.resolve_busy_chunk(kind, model),
-        least_saved=config.resolve_least_saved(kind),
-        max_in_flight=config.resolve_max_in_flight(kind),
+        max_model_len=defaults.resolve_max_model_len(config, model),
+        prefill_chunk=defaults.resolve_prefill_chunk(config, kind, model),
+        busy_chunk=defaults.resolve_busy_chunk(config, kind, model),
+        least_saved=defaults.resolve_least_saved(kind),
+        max_in_flight=defaults.resolve_max_in_flight(config, kind),
         num_threads=num_threads,
         is_compiled=_chooses_compiled(config, kind),
         has_graphs=_has_graphs(config, kind),

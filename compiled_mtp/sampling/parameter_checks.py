@@ -1,7 +1,7 @@
 """Checks of sampling parameters, and values derived from them. Pure functions, no torch.
 
 Each check takes a raw value and returns its normal form, or raises ValueError("<name> must <rule>, got
-<value>; <remedy>"). `check_ids` checks that ids exist, where the checkpoint is known.
+<value>; <remedy>"). Whether the checkpoint has an id is checked elsewhere (frontend/processor.py).
 """
 
 from __future__ import annotations
@@ -187,13 +187,6 @@ def only_one_grammar(fields: Mapping[str, Any]) -> str | None:
             f"{names[1]} must be left out with {names[0]}, got both; an output can have only one grammar"
         )
     return names[0] if names else None
-
-
-def check_ids(name: str, ids: Sequence[int], num_ids: int) -> None:
-    """Raise ValueError for an id that the checkpoint does not have."""
-    for token_id in ids:
-        if token_id >= num_ids:
-            _refuse(name, f"be ids below {num_ids}", token_id, "the tokenizer has no such token")
 
 
 def _ids(name: str, value: Any) -> list[int]:

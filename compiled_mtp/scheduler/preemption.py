@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compiled_mtp.plan import BlockUpdate
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
 # Blocks given beyond what the next launch may write, while many are free: most rounds then allocate none.
 _BLOCKS_AHEAD = 8

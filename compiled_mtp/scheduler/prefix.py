@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.cache.prefix_host_tier import HostEntry, PrefixHostTier
@@ -13,27 +12,11 @@ from compiled_mtp.cache.prefix_index import LONGEST_LIFE, Chunk, PrefixIndex, ch
 from compiled_mtp.plan import Location
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-
-if TYPE_CHECKING:
-    from compiled_mtp.scheduler.resources import ScheduledRequest
-
+from compiled_mtp.scheduler.scheduled_request import Resumption, ScheduledRequest
 
 # A prompt with this many tokens in common with one that is being entered waits for that, even where no state
 # snapshot is expected.
 _LEAST_AWAITED = 512
-
-
-class Resumption(NamedTuple):
-    """What fills a request's slot before its first launch.
-
-    source: a state snapshot, or a record of the prefix cache's host tier. prefix_host_blocks: the host blocks
-    of the last cached chunks; the request shares the device blocks of the chunks before. snapshot: the state
-    snapshot that takes a state from the host again; None for none.
-    """
-
-    source: Location
-    prefix_host_blocks: tuple[int, ...] = ()
-    snapshot: int | None = None
 
 
 @dataclass(slots=True)

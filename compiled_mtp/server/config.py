@@ -5,15 +5,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from compiled_mtp.config import SERVER_ENV_PREFIX, split_at_commas, unknown_variables
+from compiled_mtp.config.environment import SERVER_ENV_PREFIX, unknown_variables
+from compiled_mtp.config.values import Names
 from compiled_mtp.errors import remedy_of, rule_of
 
-_Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)]
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 # The key file may be a device without an end.
@@ -32,7 +32,7 @@ class ServerConfig(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port, 0 for a free one")
-    served_model_name: _Names = Field(
+    served_model_name: Names = Field(
         default=(), description="names of the model, separated by commas; default: its directory's name"
     )
     api_key: SecretStr | None = Field(
@@ -48,12 +48,12 @@ class ServerConfig(BaseSettings):
         default=False,
         description="serve /update_weights, /sleep and /wake_up to clients with a key, which must be set",
     )
-    allowed_hosts: _Names = Field(
+    allowed_hosts: Names = Field(
         default=(),
         description="names under which clients may reach this server besides the loopback's, separated by "
         "commas, * for any; default: `host`",
     )
-    allowed_origins: _Names = Field(
+    allowed_origins: Names = Field(
         default=(),
         description="origins of web pages that may call this server (CORS), such as https://app.example.org, "
         "separated by commas, * for any; default: the server's own page only",
@@ -89,7 +89,7 @@ class ServerConfig(BaseSettings):
     prompt_workers: int = Field(default=2, ge=1, le=16, description="processes that render and tokenise")
     prompt_timeout_s: float = Field(default=10.0, gt=0, description="seconds to render and tokenise a prompt")
     max_prompt_chars: int = Field(default=4 * 2**20, ge=1, description="characters of a rendered prompt")
-    allow_media_urls: _Names = Field(
+    allow_media_urls: Names = Field(
         default=(),
         description="hosts, separated by commas, from which images are fetched by http and https addresses; "
         "default: none, images come in the request alone",
@@ -117,7 +117,7 @@ class ServerConfig(BaseSettings):
         ge=0,
         description="bytes of the answers of /v1/responses that clients may continue, 0 to store none",
     )
-    template_kwargs: _Names = Field(
+    template_kwargs: Names = Field(
         default=("enable_thinking", "preserve_thinking"),
         description="names that chat_template_kwargs may hold, separated by commas",
     )

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any, Literal
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError
 from compiled_mtp.errors import EngineUnavailableError
+from compiled_mtp.streams.status import EngineStoppedError, QueueFullError
 
 Api = Literal["openai", "anthropic"]
 

@@ -81,16 +81,6 @@ class Body(BaseModel):
         return self
 
 
-def unread_fields(body: type[Body]) -> dict[str, tuple[Any, ...]]:
-    """Return the fields of `body` that no handler reads, each with its allowed values, () for any."""
-    return {
-        name: mark.values
-        for name, field in body.model_fields.items()
-        for mark in field.metadata
-        if isinstance(mark, Unread)
-    }
-
-
 def _is_same(value: Any, one: Any) -> bool:
     """Return whether two values are equal in JSON: in Python, True equals 1."""
     return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)

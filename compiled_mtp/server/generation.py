@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Status, Stream
 from compiled_mtp.frontend.reasoning import ReasoningTokens
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.request import RequestOutput, SamplingParams
@@ -25,6 +24,8 @@ from compiled_mtp.server.media import MediaLoader
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import Prompt, PromptPool
 from compiled_mtp.server.tool_calls import CallForm, OutputParser
+from compiled_mtp.streams.status import EngineStoppedError, QueueFullError, SlowReaderError, Status
+from compiled_mtp.streams.stream import Stream
 
 _BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 B = TypeVar("B", bound=BaseModel)

@@ -9,11 +9,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from compiled_mtp.async_engine import EngineStoppedError
 from compiled_mtp.errors import EngineUnavailableError
 from compiled_mtp.server.errors import ApiError, refusal
 from compiled_mtp.server.fields import Body
 from compiled_mtp.server.generation import Service, parse
+from compiled_mtp.streams.status import EngineStoppedError
 
 Running = Literal["finish", "abort"]
 _RUNNING: Any = Field(default="finish", description="what happens to requests that have begun")

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.config import is_in_environment
+from compiled_mtp.config.environment import is_in_environment
 from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.terminal.other_names import remedy_for
 

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.find_drafts.reference import (
-    CHAIN_UNIT,
     DECAY,
+    LEAST_KEPT,
     LEAST_MATCH,
+    LEAST_THRESHOLD,
     MOST_MATCH,
-    RISE,
+    MOST_THRESHOLD,
+    STEP,
+    UNIT,
     Found,
     LookupState,
 )
@@ -45,13 +48,15 @@ def find_drafts(
         else:
             verified = verified if verify else 0
             if kept is not None and verified:
-                least = max(min(chain_kept, verify * CHAIN_UNIT), 1)
-                is_hit = (kept[request] - 1) * CHAIN_UNIT >= least
-                threshold = min(max(threshold + (-1 if is_hit else RISE), LEAST_MATCH), MOST_MATCH)
-            elif kept is not None and verify:
-                chain_kept += ((kept[request] - 1) * CHAIN_UNIT - chain_kept) >> DECAY
+                gained = (kept[request] - 1) * UNIT - max(min(chain_kept, verify * UNIT), LEAST_KEPT)
+                threshold = min(max(threshold - STEP * gained, LEAST_THRESHOLD), MOST_THRESHOLD)
+            elif kept is not None:
+                if verify:
+                    chain_kept += ((kept[request] - 1) * UNIT - chain_kept) >> DECAY
+                if threshold > MOST_MATCH * UNIT:
+                    threshold -= UNIT
             length, place = _longest_match(token_ids[slot], last)
-            if length < threshold:
+            if length * UNIT < threshold:
                 length = 0
             else:
                 padded[request] = _continue(token_ids[slot], place, last, width)
@@ -67,7 +72,7 @@ def find_drafts(
 def _longest_match(ids: Tensor, last: int) -> tuple[int, int]:
     """Return the length of the longest match of ids[: last + 1], 0 below LEAST_MATCH, and where it ends."""
     suffix = ids[max(last + 1 - MOST_MATCH, 0) : last + 1].flip(0).tolist()
-    if suffix[0] < 0:
+    if last >= len(ids) or suffix[0] < 0:
         return 0, 0
     places = (ids[:last] == suffix[0]).nonzero().flatten()
     length = 1

@@ -52,13 +52,6 @@ def split(x):
 
 
 @triton.jit
-def log_of(x):
-    """Return log(x) for positive, normal x."""
-    exponent, mantissa = split(x)
-    return tl.fma(exponent.to(tl.float32), 0.6931471805599453, log_near_one(mantissa - 1.0))
-
-
-@triton.jit
 def log_one_minus(u):
     """Return log(1 - u) for u in 0 .. 1 - 2^-24, with a small relative error even for the smallest u."""
     exponent, mantissa = split(1.0 - u)

@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from compiled_mtp.cli.main import main
-from compiled_mtp.config import EngineConfig
+from compiled_mtp.config import defaults
 from compiled_mtp.models import weight_format
 from tests.adapters import write_adapter
 from tests.checkpoints import YARN, write_checkpoint
@@ -54,7 +54,7 @@ def test_a_gguf_file_that_stays_packed(
     out = lines(capsys, path)
     assert any(line.startswith("multiplied  ") for line in out)
     monkeypatch.setattr(weight_format, "reads_blocks", lambda device: True)
-    monkeypatch.setattr(EngineConfig, "resolve_dtype", lambda *_: "bfloat16")
+    monkeypatch.setattr(defaults, "resolve_dtype", lambda *_: "bfloat16")
     packed = lines(capsys, path)
     assert "kept        15 matrices in Q8_0" in packed
     assert "runs        on cpu, in bfloat16 (15 matrices in Q8_0)" in packed

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from compiled_mtp.config import ENV_PREFIX, SERVER_ENV_PREFIX, EngineConfig
+from compiled_mtp.config import EngineConfig
+from compiled_mtp.config.environment import ENV_PREFIX, SERVER_ENV_PREFIX
 from compiled_mtp.server.auth import _OPEN_PATHS
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.serve import make_parser

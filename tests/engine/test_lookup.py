@@ -13,12 +13,11 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.ops.find_drafts import LEAST_MATCH, MOST_MATCH, cpu
+from compiled_mtp.ops.find_drafts import LEAST_THRESHOLD, MOST_THRESHOLD, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds import drafters
-from compiled_mtp.runner import memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
-from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
 from tests.engine.test_request_features import write_small_checkpoint
@@ -38,8 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take what follows any match, whatever it was worth before."""
-    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
-    monkeypatch.setattr(cpu, "RISE", -1)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
+    monkeypatch.setattr(cpu, "STEP", 0)
 
 
 def requests() -> Given:
@@ -170,7 +169,7 @@ def test_wide_rounds_of_few_drafts_change_no_token(
     drafts: int,
 ) -> None:
     """Where no memory is left for longer rings."""
-    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
+    monkeypatch.setattr("compiled_mtp.runner.max_batch._WIDE_SHARE", 0.0)
     sizes = {"mtp_step": mtp_step, "max_batch": max_batch, "max_in_flight": max_in_flight}
     engine = make_engine(checkpoint, lookup="auto", **sizes)
     deepest = engine.runner.spec.mtp_step
@@ -207,7 +206,7 @@ def test_either_source_in_any_round_changes_no_token(
     def at_random(launch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
             is_chain = torch.randint(0, 2, threshold.shape, generator=generator, dtype=torch.int32)
-            threshold.copy_(LEAST_MATCH + 2 * MOST_MATCH * is_chain)
+            threshold.copy_(LEAST_THRESHOLD + MOST_THRESHOLD * is_chain)
             return launch(*given, **named)
 
         return call
@@ -302,6 +301,29 @@ def test_a_mixture_of_experts(tmp_path: Path, forced: None) -> None:
     assert engine.stats().speculation.lookup_accepted > 0
 
 
+@pytest.mark.parametrize(
+    ("max_model_len", "mtp_step", "max_in_flight"), [(96, 3, 0), (96, 7, 1), (90, "auto", 1), (83, 3, 0)]
+)
+def test_a_text_may_repeat_itself_up_to_its_last_position(
+    checkpoint: Path, max_model_len: int, mtp_step: int | str, max_in_flight: int
+) -> None:
+    """The last round keeps drafts beyond max_model_len; the requests beside it go on."""
+    params = SamplingParams(
+        max_tokens=90, temperature=0.0, ignore_eos=True, logprobs=1, allowed_token_ids=(5,)
+    )
+    prompts = [[5] * length for length in (20, 61, 33)]
+    found = []
+    for depth in (0, mtp_step):
+        options = {"mtp_step": depth, "max_in_flight": max_in_flight, "lookup": "auto"}
+        engine = make_engine(checkpoint, max_model_len=max_model_len, max_batch=3, **options)
+        outputs = engine.generate(prompts, params)
+        assert [output.error for output in outputs] == [None] * 3
+        found.append([(output.new_token_ids, output.logprobs) for output in outputs])
+    assert found[0] == found[1]
+    assert [len(ids) for ids, _ in found[0]] == [max_model_len - len(prompt) for prompt in prompts]
+    assert engine.stats().speculation.lookup_accepted > 50
+
+
 def test_without_lookup_there_is_no_text_on_the_device(checkpoint: Path) -> None:
     for options in ({"lookup": "off"}, {"lookup": "auto", "mtp_step": 0}):
         engine = make_engine(checkpoint, **options)
@@ -346,7 +368,7 @@ def test_a_prefix_from_host_memory_is_searched_too(
     checkpoint: Path, forced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evicted from the device between the turns: its keys come back, its text with the admission."""
-    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
+    monkeypatch.setattr("compiled_mtp.runner.host_tiers.prefix_tier_bytes", lambda *_: 1 << 24)
     monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, logprobs=1, allowed_token_ids=[5, 6])
     prompts = [[5, 6, 6, 5, *prompt_of(150 + 10 * i, 30 + i, VOCAB), 5, 6, 6] for i in range(3)]

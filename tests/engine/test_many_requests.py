@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_mtp.config import MOST_BATCH
+from compiled_mtp.config.engine_config import MOST_BATCH
 from compiled_mtp.graphs.buckets import prefill_lengths
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import SamplingParams

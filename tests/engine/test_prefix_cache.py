@@ -152,7 +152,7 @@ def test_a_pool_that_is_too_small_for_the_cache_gives_it_up(checkpoint: Path) ->
 def test_what_comes_back_from_host_memory_gives_the_same(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int, max_in_flight: int, kv_dtype: str
 ) -> None:
-    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
+    monkeypatch.setattr("compiled_mtp.runner.host_tiers.prefix_tier_bytes", lambda *_: 1 << 24)
     if max_in_flight:
         monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 17, "max_batch": 2, "kv_dtype": kv_dtype}

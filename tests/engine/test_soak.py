@@ -109,7 +109,7 @@ def test_engines_under_all_pressures_at_once(
     alone = make_engine(tmp_path, mtp_step=0, max_batch=1, prefix_cache=False, offload_gb=0)
     monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     monkeypatch.setattr(
-        "compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: rng.choice([0, 2, 8]) * mib
+        "compiled_mtp.runner.host_tiers.prefix_tier_bytes", lambda *_: rng.choice([0, 2, 8]) * mib
     )
     engine = make_engine(
         tmp_path,

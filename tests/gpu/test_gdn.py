@@ -322,7 +322,7 @@ def test_registration(name: str) -> None:
     one = slots_of(2), cuda(64), cuda(5), cuda(0)
     norm = 1e-6, "silu"
     arguments: dict[str, tuple[Any, ...]] = {
-        "gdn_verify": (*window, layer.norm_weight, cache.state, *rings, index, base, pos, *norm, False),
+        "gdn_verify": (*window, layer.norm_weight, cache.state, *rings, index, base, pos, *norm, False, 4),
         "gdn_prefill": (
             *make_prompt(layer, 6, torch.bfloat16, "cuda"),
             layer.norm_weight,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
-from compiled_mtp.config import MOST_BATCH
+from compiled_mtp.config.engine_config import MOST_BATCH
 from tests.engines import collect, prompt_of, run_to_end
 
 pytestmark = pytest.mark.gpu

@@ -80,7 +80,7 @@ def test_evicted_entries_come_back_from_host_memory(
     mode: dict[str, Any], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks suffice for the longest request alone; requests run one after another."""
-    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 28)
+    monkeypatch.setattr("compiled_mtp.runner.host_tiers.prefix_tier_bytes", lambda *_: 1 << 28)
     engine = make(mtp_step=3, num_blocks=5, kv_dtype=kv_dtype, **mode)
     turns = [[engine.generate([p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)] for _ in range(3)]
     if kv_dtype == "auto":

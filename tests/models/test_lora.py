@@ -20,7 +20,7 @@ from compiled_mtp.models.lora_weights import MergedWeight
 from compiled_mtp.models.weights import check_weights, load_weights
 from compiled_mtp.request import SamplingParams
 from tests.adapters import ALPHA, RANK, merge_by_formula, write_adapter
-from tests.checkpoints import allocate, write_checkpoint
+from tests.checkpoints import allocate, read_stored, write_checkpoint
 from tests.engines import prompt_of
 
 MIXERS = r"self_attn\.[qkvo]_proj|linear_attn\.(in_proj_\w+|out_proj)"
@@ -169,6 +169,47 @@ def test_a_part_of_an_expert_has_the_bits_of_the_whole(tmp_path: Path, options: 
         whole = weight.read(tuple(slice(0, size) for size in weight.shape))
         part = tuple(slice(size // 4, size // 2 + 1) for size in weight.shape)
         assert torch.equal(weight.read(part), whole[part])
+
+
+def head_pair(base: Path, *, copy: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The tensors that PEFT saves of an adapter of lm_head: the weight as it was is one of them."""
+    module, head = "base_model.model.lm_head", read_stored(base)["lm_head.weight"]
+    generator = torch.Generator().manual_seed(6)
+    return {
+        f"{module}.lora_A.weight": torch.randn(RANK, head.shape[1], generator=generator),
+        f"{module}.lora_B.weight": torch.randn(head.shape[0], RANK, generator=generator),
+        f"{module}.base_layer.weight": head if copy is None else copy,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_adapter_of_an_untied_head_brings_a_copy_of_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = write_checkpoint(tmp_path / "base", intermediate_size=64)
+    tensors = head_pair(base)
+    tensors["base_model.model.lm_head.base_layer.weight"] = read_stored(base)["lm_head.weight"].to(dtype)
+    adapter = write_adapter(tmp_path / "lora", base, targets=re.compile("up_proj"), tensors=tensors)
+    merged = merge_by_formula(base, pairs_of(adapter), lambda module: ALPHA / RANK)
+    plain, got = loaded(base), loaded(base, adapter)
+    assert torch.equal(got["lm_head.weight"], merged["lm_head.weight"].float())
+    assert not torch.equal(got["lm_head.weight"], plain["lm_head.weight"])
+
+
+def test_a_copy_of_another_head_is_refused(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", intermediate_size=64)
+    head = read_stored(base)["lm_head.weight"]
+    config = read_model_config(base)
+    others = (head + (torch.arange(len(head)) == 511)[:, None], head[:-1])
+    for number, other in enumerate(others):
+        tensors = head_pair(base, copy=other.contiguous())
+        adapter = write_adapter(tmp_path / f"lora{number}", base, tensors=tensors)
+        message = "lora must be trained on this model, got another lm_head.weight; use the adapter's own base"
+        with pytest.raises(ValueError, match=message):
+            read_merged(config, base, adapter)
+    # A copy without a pair would replace a weight.
+    del tensors["base_model.model.lm_head.lora_A.weight"], tensors["base_model.model.lm_head.lora_B.weight"]
+    adapter = write_adapter(tmp_path / "alone", base, tensors=tensors)
+    with pytest.raises(ValueError, match=r"lora must hold lora_A and lora_B .*lm_head.base_layer.weight"):
+        read_merged(config, base, adapter)
 
 
 def test_matrices_of_other_experts_are_refused(tmp_path: Path) -> None:

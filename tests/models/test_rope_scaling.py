@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.config.defaults import resolve_max_model_len
 from compiled_mtp.model_config import RopeScaling
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.rotary import rotary_table
@@ -109,9 +110,9 @@ def test_a_text_may_be_as_long_as_the_scaling_allows(
     tmp_path: Path, scaling: dict[str, Any], longest: int
 ) -> None:
     model = read_model_config(write_checkpoint(tmp_path, rope=scaling))
-    assert EngineConfig().resolve_max_model_len(model) == longest
+    assert resolve_max_model_len(EngineConfig(), model) == longest
     with pytest.raises(ValueError, match=f"max_model_len must be at most {longest}"):
-        EngineConfig(max_model_len=longest + 1).resolve_max_model_len(model)
+        resolve_max_model_len(EngineConfig(max_model_len=longest + 1), model)
 
 
 @pytest.mark.parametrize(("name", "options"), ROPE_FAMILIES, ids=[name for name, _ in ROPE_FAMILIES])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.async_engine import AsyncEngine, EngineStoppedError
+from compiled_mtp.async_engine import AsyncEngine
 from compiled_mtp.benchmarks.released_shapes import fill_random
 from compiled_mtp.communicators import gloo
 from compiled_mtp.communicators.communicator import CommunicatorError
@@ -31,6 +31,7 @@ from compiled_mtp.parallel.limits import check_ranks
 from compiled_mtp.parallel.ranks import Fault, RankError, Ranks, _Processes
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.spec import EngineSpec, resolve
+from compiled_mtp.streams.status import EngineStoppedError
 from tests.adapters import write_adapter
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
 from tests.communicators.threads import thread_communicators

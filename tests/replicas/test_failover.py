@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_mtp.async_engine import EngineStoppedError, QueueFullError, SlowReaderError, Stream
 from compiled_mtp.replicas.delivery import ReplicasDifferError
 from compiled_mtp.replicas.messages import Accepted, Call, Message, Refused
 from compiled_mtp.replicas.metrics import ReplicaMetrics
@@ -20,6 +19,8 @@ from compiled_mtp.replicas.relay import ReplicasLostError
 from compiled_mtp.request import RequestOutput, RoundDrafts, SamplingParams
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import merged
+from compiled_mtp.streams.status import EngineStoppedError, QueueFullError, SlowReaderError
+from compiled_mtp.streams.stream import Stream
 from tests.replicas.scripted import PROMPT, Replica, Truth, entry, in_turn, make_engine, read
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from compiled_mtp.async_engine import AsyncEngine, QueueFullError
+from compiled_mtp.async_engine import AsyncEngine
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.checkpoint import open_frontend
@@ -30,6 +30,7 @@ from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.generation import Service
 from compiled_mtp.server.serve import assemble_service
+from compiled_mtp.streams.status import QueueFullError
 from compiled_mtp.vision.images import PreparedImage
 from tests.engines import make_engine
 from tests.replicas.scripted import PROMPT, Replica, Truth, in_turn, read
@@ -196,7 +197,7 @@ def test_pixels_are_bounded_in_one_engine(directory: Path) -> None:
                 await engine.add(**request | {"prompt_token_ids": [1]})
             last = await engine.add(**request | {"params": SamplingParams(max_tokens=1, ignore_eos=True)})
             assert len([one async for one in last]) == 1
-            assert engine._image_bytes == 0
+            assert engine._open._image_bytes == 0
         finally:
             engine.close()
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from compiled_mtp import ray_serve
-from compiled_mtp.async_engine import AsyncEngine, EngineHungError, QueueFullError
+from compiled_mtp.async_engine import AsyncEngine
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ from compiled_mtp.replicas.identity import CheckpointFile, digest_files, identif
 from compiled_mtp.replicas.metrics import ReplicaMetrics, _empty_stats
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.runner.numeric_settings import NumericSettings
+from compiled_mtp.streams.status import EngineHungError, QueueFullError
 from tests.replicas.scripted import Replica, Truth, in_turn, make_engine
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 

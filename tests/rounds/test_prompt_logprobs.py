@@ -16,7 +16,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
-from compiled_mtp.runner.memory import MemoryPlan, plan_memory
+from compiled_mtp.runner.memory_plan import MemoryPlan, plan_memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.checkpoints import oracle, write_checkpoint
 from tests.engines import make_engine, prompt_of

@@ -20,22 +20,11 @@ from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.plan import SPARE_SLOTS
 from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory import (
-    CacheShape,
-    MemoryPlan,
-    cache_shape,
-    default_max_batch,
-    fit_wide_rounds,
-    length_bytes,
-    limits_of,
-    plan_host,
-    plan_host_memory,
-    plan_memory,
-    plan_prefix_host,
-    prefix_tier_bytes,
-    resolve_max_batch,
-    resolve_memory,
-)
+from compiled_mtp.runner.host_tiers import plan_host, plan_host_memory, plan_prefix_host, prefix_tier_bytes
+from compiled_mtp.runner.max_batch import default_max_batch, fit_wide_rounds, resolve_max_batch
+from compiled_mtp.runner.memory import limits_of, resolve_memory
+from compiled_mtp.runner.memory_plan import MemoryPlan, plan_memory
+from compiled_mtp.runner.sizes import CacheShape, cache_shape, length_bytes
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from tests.checkpoints import write_checkpoint
 from tests.communicators.threads import thread_communicators

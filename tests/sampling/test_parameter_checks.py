@@ -104,10 +104,6 @@ def test_what_is_right_takes_one_form(call: Callable[[], Any], expected: Any) ->
             lambda: checks.only_one_grammar({"guided_choice": ["a"], "tool_choice": "required"}),
             "tool_choice must be left out with guided_choice",
         ),
-        (
-            lambda: checks.check_ids("stop_token_ids", [3, 4160], 4160),
-            "stop_token_ids must be ids below 4160, got 4160",
-        ),
     ],
 )
 def test_what_is_wrong_is_one_line(call: Callable[[], Any], message: str) -> None:

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
-from compiled_mtp.async_engine import (
-    AsyncEngine,
-    EngineHungError,
-    EngineStoppedError,
-    QueueFullError,
-    SlowReaderError,
-)
+from compiled_mtp.async_engine import AsyncEngine
 from compiled_mtp.frontend.tokenizer import Tokenizer
+from compiled_mtp.streams.status import EngineHungError, EngineStoppedError, QueueFullError, SlowReaderError
 from tests.server.serving import CHECKPOINT, ScriptedEngine
 
 

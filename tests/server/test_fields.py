@@ -27,7 +27,7 @@ from compiled_mtp.server.anthropic import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from compiled_mtp.server.fields import Body, unread_fields
+from compiled_mtp.server.fields import Body, Unread
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody, ContentPart, Message, StreamOptions
 from compiled_mtp.server.responses_models import (
     CallItem,
@@ -149,6 +149,16 @@ RESPONSES = (
 # Fields that are read and have no default.
 NEEDED = {"model", "prompt", "messages", "input"}
 UNSET = {"seed", "logprobs", "max_completion_tokens", "max_output_tokens", "previous_response_id"}
+
+
+def unread_fields(body: type[Body]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields of `body` that no handler reads, each with its allowed values, () for any."""
+    return {
+        name: mark.values
+        for name, field in body.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Unread)
+    }
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ def test_streams_are_right_and_leave_no_request_or_thread(
     wait_for_none_open(server)
     stats = server.service.engine.stats
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-    assert not server.service.engine._streams
+    assert not server.service.engine._open._streams
     assert count_threads() == num_threads
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
     assert len(os.listdir("/proc/self/fd")) <= files + num_streams

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from compiled_mtp.engine import Engine
-from compiled_mtp.ops.find_drafts import LEAST_MATCH, cpu
+from compiled_mtp.ops.find_drafts import LEAST_THRESHOLD, cpu
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.rounds import drafters
-from compiled_mtp.runner.memory import vision_bytes
 from compiled_mtp.runner.programs import Programs
+from compiled_mtp.runner.sizes import vision_bytes
 from compiled_mtp.vision.positions import rotary_positions
 from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
@@ -85,8 +85,8 @@ def test_mixed_traffic(dense: Path, mtp_step: Any, options: dict[str, Any]) -> N
 
 def test_drafts_from_texts_with_images(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pads of images are neither matched nor drafted, and the text on both sides of an image is."""
-    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
-    monkeypatch.setattr(cpu, "RISE", -1)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
+    monkeypatch.setattr(cpu, "STEP", 0)
     params = SamplingParams(max_tokens=24, seed=5, ignore_eos=True, logprobs=1, allowed_token_ids=[5, 6])
     prompts = {str(n): make_prompt(SIZES[n], n, pad_of(dense), least_text=3) for n in (1, 2, 5)}
     found = []
@@ -298,7 +298,7 @@ def test_prompts_with_images_come_back_from_host_memory(
     dense: Path, monkeypatch: pytest.MonkeyPatch, mtp_step: int, max_in_flight: int
 ) -> None:
     plain = engine_with_images(dense, mtp_step=0, prefix_cache=False)
-    monkeypatch.setattr("compiled_mtp.runner.memory.prefix_tier_bytes", lambda *_: 1 << 24)
+    monkeypatch.setattr("compiled_mtp.runner.host_tiers.prefix_tier_bytes", lambda *_: 1 << 24)
     if max_in_flight:
         monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 17, "max_batch": 2}

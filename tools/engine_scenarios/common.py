@@ -15,6 +15,7 @@ from synthetic_tokenizer import write_tokenizer
 
 from compiled_mtp.benchmarks.released_shapes import LAYERS, fill_random, model_config
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.config.defaults import resolve_max_model_len
 from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.processor import RequestProcessor
@@ -140,7 +141,7 @@ def open_engine(
     if folder is not None:
         write_tokenizer(folder, model.vocab_size)
         tokenizer = Tokenizer(folder)
-    frontend = RequestProcessor(folder or flags.model, model, tokenizer, config.resolve_max_model_len(model))
+    frontend = RequestProcessor(folder or flags.model, model, tokenizer, resolve_max_model_len(config, model))
     return kind(config, progress=progress, frontend=frontend, fill=fill_same)
 
 

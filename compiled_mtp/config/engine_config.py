@@ -1,39 +1,26 @@
 """EngineConfig: the caller's settings of an engine.
 
-Every environment variable of the engine is read here. Nothing here imports torch: dtypes are strings, and
-pure methods compute numbers that follow from others.
+Nothing in this folder imports torch: dtypes are strings.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from compiled_mtp.config.environment import ENV_PREFIX, SERVER_ENV_PREFIX, unknown_variables
+from compiled_mtp.config.torchrun import Torchrun
+from compiled_mtp.config.values import CountOrFile, DepthOrAuto, Depths, Device, Names, Numbers
 from compiled_mtp.errors import check, fail, remedy_of, rule_of, shown
 from compiled_mtp.graphs.buckets import PREFILL_MULTIPLE
 from compiled_mtp.model_config import NOT_TRACED, ModelConfig
 
-ENV_PREFIX = "COMPILED_MTP_"
-# Variables with this prefix belong to the service; EngineConfig does not refuse them as unknown.
-SERVER_ENV_PREFIX = "COMPILED_MTP_SERVER_"
-MOST_DRAFTS = 7
 # max_batch: its limit, its default, and the largest default on a GPU.
 MOST_BATCH, DEFAULT_BATCH, DEFAULT_GPU_BATCH = 256, 8, 256
 # The remedy for a checkpoint without an MTP head.
@@ -43,106 +30,12 @@ HEAD_REMEDY = "put the base model's mtp.* tensors beside its files as mtp.safete
 MOST_PREFILL_CHUNK = 8192
 # Images of a request: far above sensible prompts.
 _MOST_IMAGES = 256
-# Products get faster with more rows: from 512 to 2,048 by a fifth for 4B and a tenth for 27B. But requests
-# that decode wait for a chunk (27B: 170 ms instead of 40), so chunks are short while there are any. Narrow
-# products need more rows to fill a GPU, and 4,096 rows of half the width of 27B take no more memory than its
-# 2,048.
-_GPU_CHUNK, _NARROW_CHUNK, _BUSY_CHUNK, _CPU_CHUNK = 2048, 4096, 512, 512
-_NARROW = 2560
-# Up to this many rows a GPU takes longer to read 27B's weights than to multiply by them.
-_ROWS_FOR_NOTHING = 256
-
-
-def split_at_commas(value: Any) -> Any:
-    """Split at commas 'a,b', from the environment, or each of ['a,b', 'c'], from a repeated flag."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, list | tuple):
-        return tuple(
-            p for entry in value for p in (split_at_commas(entry) if isinstance(entry, str) else (entry,))
-        )
-    return value
-
-
-_Depth = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
-_DEPTH: TypeAdapter[int] = TypeAdapter(_Depth)
-
-
-def _depth_or_auto(value: Any) -> Any:
-    if value == "auto":
-        return value
-    try:
-        return _DEPTH.validate_python(value)
-    except ValidationError:
-        raise fail("mtp_step", f"be auto or 0 to {MOST_DRAFTS}", shown(value, repr), "choose one") from None
-
-
-def unknown_variables(prefix: str, known: Collection[str]) -> list[str]:
-    """Return the environment variables that begin with `prefix` and name none of `known`."""
-    names = {k: k.lower().removeprefix(prefix.lower()) for k in os.environ}
-    return sorted(k for k, name in names.items() if name != k.lower() and name not in known)
-
-
-def _device(value: str) -> str:
-    is_one = re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None
-    check(is_one, "device", "be auto, cpu, cuda or cuda:N", value, "choose one; cuda:0 is the first GPU")
-    return value
-
-
-def is_in_environment(prefix: str, name: str) -> bool:
-    """Return whether the variable of the setting `name` is set; an empty one counts as not set."""
-    wanted = f"{prefix}{name}".lower()
-    return any(value and key.lower() == wanted for key, value in os.environ.items())
-
-
-_COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
-
-
-def _count_or_file(value: Any) -> Any:
-    if value is None or isinstance(value, Path):
-        return value
-    if isinstance(value, str) and not value.lstrip("+-").isdigit():
-        return Path(value)
-    try:
-        return _COUNT.validate_python(value)
-    except ValidationError:
-        rule, remedy = "be a number of ids, at least 1, or a file of ids", "leave it out for all ids"
-        raise fail("draft_vocab", rule, shown(value, repr), remedy) from None
-
-
-class Torchrun(BaseSettings):
-    """The variables that torchrun sets in each process that it starts; run_id is None in others."""
-
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
-
-    run_id: str | None = Field(default=None, validation_alias="TORCHELASTIC_RUN_ID")
-    restart_count: int = Field(default=0, validation_alias="TORCHELASTIC_RESTART_COUNT")
-    rank: int = Field(default=0, validation_alias="RANK")
-    world_size: int = Field(default=1, validation_alias="WORLD_SIZE")
-    local_world_size: int = Field(default=1, validation_alias="LOCAL_WORLD_SIZE")
-    master_port: int = Field(default=0, validation_alias="MASTER_PORT")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_others(cls, values: Any) -> Any:
-        # Other launchers set some of the same names.
-        return values if values.get("TORCHELASTIC_RUN_ID") else {}
-
-    @property
-    def has_others(self) -> bool:
-        """Whether torchrun has started more processes than this one."""
-        return self.run_id is not None and self.world_size > 1
-
-    def check_ranks(self, tensor_parallel: int) -> None:
-        """Raise ValueError unless torchrun started one process per rank of the engine, on one machine."""
-        if self.has_others:
-            rule = f"be {self.world_size}, the number of processes that torchrun started"
-            fits = tensor_parallel == self.world_size
-            remedy = "give --nproc-per-node and tensor_parallel the same number"
-            check(fits, "tensor_parallel", rule, tensor_parallel, remedy)
-            rule = f"be {self.world_size}, so that all ranks share a machine"
-            fits, remedy = self.local_world_size == self.world_size, "start them with --nnodes 1"
-            check(fits, "LOCAL_WORLD_SIZE", rule, self.local_world_size, remedy)
+# Default prefill chunks. Products get faster with more rows: from 512 to 2,048 by a fifth for 4B and a tenth
+# for 27B. But requests that decode wait for a chunk (27B: 170 ms instead of 40), so chunks are short while
+# there are any. Narrow products need more rows to fill a GPU, and 4,096 rows of half the width of 27B take no
+# more memory than its 2,048.
+GPU_CHUNK, NARROW_CHUNK, BUSY_CHUNK, CPU_CHUNK = 2048, 4096, 512, 512
+NARROW = 2560
 
 
 class EngineConfig(BaseSettings):
@@ -157,7 +50,7 @@ class EngineConfig(BaseSettings):
     )
 
     model: Path = Field(
-        default=Path(__file__).parent / "default_model",
+        default=Path(__file__).parents[1] / "default_model",
         description="a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B; "
         "default: the checkpoint that ships",
         json_schema_extra=NOT_TRACED,
@@ -177,7 +70,7 @@ class EngineConfig(BaseSettings):
         description="never download: a repository must be in the local Hugging Face cache",
         json_schema_extra=NOT_TRACED,
     )
-    device: Annotated[str, AfterValidator(_device)] = Field(
+    device: Device = Field(
         default="auto",
         description="auto for the GPU if there is one, else the CPU; cuda for the current GPU, cuda:1 for "
         "another",
@@ -196,12 +89,12 @@ class EngineConfig(BaseSettings):
         "such checkpoints are made for, w8a16 with unquantised activations; auto for w8a8, except w8a16 on a "
         "GPU below compute capability 9.0 or with little shared memory (12.0, for example)",
     )
-    mtp_step: Annotated[int | Literal["auto"], PlainValidator(_depth_or_auto)] = Field(
+    mtp_step: DepthOrAuto = Field(
         default="auto",
         description="tokens drafted per round, 0 to 7; 0 is plain decode; default: auto, which chooses among "
         "mtp_depths as the text goes",
     )
-    mtp_depths: Annotated[tuple[_Depth, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
+    mtp_depths: Depths = Field(
         default=(0, 1, 2, 3, 5),
         description="with mtp_step=auto, the numbers of drafts to choose from, each 0 to 7, separated by "
         "commas; the largest one sets the size of buffers",
@@ -215,7 +108,7 @@ class EngineConfig(BaseSettings):
         f"GPU up to {DEFAULT_GPU_BATCH} if its memory has room for 4,096 tokens of each request",
         json_schema_extra=NOT_TRACED,
     )
-    batch_sizes: Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(split_at_commas)] = Field(
+    batch_sizes: Numbers = Field(
         default=None,
         description="batch sizes with a compiled shape of their own, separated by commas; default: 1, 2, 4 "
         "and so on up to max_batch, from 32 on also the middle between two",
@@ -267,8 +160,8 @@ class EngineConfig(BaseSettings):
         le=MOST_PREFILL_CHUNK,
         multiple_of=64,
         description="tokens of a prefill chunk, the most of a prompt per launch, a multiple of 64 and of "
-        f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {_CPU_CHUNK} on a CPU, "
-        f"{_GPU_CHUNK} on a GPU ({_NARROW_CHUNK} for a hidden_size up to {_NARROW}), and {_BUSY_CHUNK} there "
+        f"block_size, at most {MOST_PREFILL_CHUNK}; no token depends on it; default: {CPU_CHUNK} on a CPU, "
+        f"{GPU_CHUNK} on a GPU ({NARROW_CHUNK} for a hidden_size up to {NARROW}), and {BUSY_CHUNK} there "
         "while other requests decode",
     )
     prefix_cache: bool = Field(
@@ -316,7 +209,7 @@ class EngineConfig(BaseSettings):
         description="the most pixels of an image; a larger one is shrunk; 1024 pixels become a token",
         json_schema_extra=NOT_TRACED,
     )
-    draft_vocab: Annotated[int | Path | None, BeforeValidator(_count_or_file)] = Field(
+    draft_vocab: CountOrFile = Field(
         default=None,
         description="draft only from this many lowest ids, or from the ids in a file (one per line, or a "
         "JSON list: `compiled-mtp rank-vocabulary`), and the eos ids; default: all",
@@ -373,7 +266,7 @@ class EngineConfig(BaseSettings):
         description="steps launched before the last result is read, 0 or 1; default: 0 on a CPU, 1 on a GPU",
         json_schema_extra=NOT_TRACED,
     )
-    reference_ops: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_at_commas)] = Field(
+    reference_ops: Names = Field(
         default=(),
         description="operators that run their reference, separated by commas",
         json_schema_extra=NOT_TRACED,
@@ -476,13 +369,8 @@ class EngineConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _ranks_are_known(self) -> EngineConfig:
-        if self.tensor_parallel == 1:
-            return self
-        torchrun, others = Torchrun(), os.environ.get("WORLD_SIZE", "1")
-        torchrun.check_ranks(self.tensor_parallel)
-        remedy = "unset it, or start with torchrun"
-        is_told = torchrun.run_id is not None or others == "1"
-        check(is_told, "WORLD_SIZE", "be unset without torchrun", others, remedy)
+        if self.tensor_parallel > 1:
+            Torchrun().check_ranks(self.tensor_parallel)
         return self
 
     @property
@@ -511,54 +399,6 @@ class EngineConfig(BaseSettings):
         remedy = f"{path} has none, pass mtp_step=0 for plain decoding or {HEAD_REMEDY}"
         check(self.mtp_step == "auto", "mtp_step", rule, self.mtp_step, remedy)
         return self.model_copy(update={"model": path, "mtp_step": 0})
-
-    def resolve_dtype(self, device: str, model: ModelConfig) -> Literal["float32", "bfloat16"]:
-        """Return the dtype of weights and activations on `device` ('cpu' or 'cuda')."""
-        if self.dtype != "auto":
-            return self.dtype
-        if device == "cpu" or model.dtype == "float32":
-            return "float32"
-        if model.dtype == "bfloat16":
-            return "bfloat16"
-        got = f"{model.dtype} from the checkpoint"
-        raise fail("dtype", "be float32 or bfloat16", got, "pass dtype='bfloat16'")
-
-    def resolve_max_model_len(self, model: ModelConfig) -> int:
-        """Return the most tokens of one request; by default the checkpoint's limit."""
-        limit = model.max_position_embeddings
-        if self.max_model_len is None:
-            return limit
-        rule = f"be at most {limit}, the checkpoint's limit"
-        check(self.max_model_len <= limit, "max_model_len", rule, self.max_model_len, "lower it")
-        return self.max_model_len
-
-    def resolve_prefill_chunk(self, device: str, model: ModelConfig) -> int:
-        """Return the most tokens of a prompt per launch on `device` ('cpu' or 'cuda')."""
-        if self.prefill_chunk is not None:
-            return self.prefill_chunk
-        if device == "cpu":
-            return self._whole_steps(_CPU_CHUNK)
-        return self._whole_steps(_NARROW_CHUNK if model.hidden_size <= _NARROW else _GPU_CHUNK)
-
-    def resolve_busy_chunk(self, device: str, model: ModelConfig) -> int:
-        """Return the most tokens of a prompt per launch while other requests decode."""
-        if self.prefill_chunk is not None or device == "cpu":
-            return self.resolve_prefill_chunk(device, model)
-        return self._whole_steps(_BUSY_CHUNK)
-
-    def resolve_least_saved(self, device: str) -> int:
-        """Return the fewest tokens that a state snapshot near a prompt's end must save the same prompt.
-
-        On a GPU a launch without fewer tokens takes as long, and the snapshot would evict another one.
-        """
-        return _ROWS_FOR_NOTHING if device == "cuda" else 0
-
-    def _whole_steps(self, num_tokens: int) -> int:
-        return max(1, num_tokens // self.resume_step) * self.resume_step
-
-    def resolve_max_in_flight(self, device: str) -> int:
-        """Return the steps launched before the last result is read, on `device` ('cpu' or 'cuda')."""
-        return self.max_in_flight if self.max_in_flight is not None else int(device == "cuda")
 
 
 def as_config(given: EngineConfig | str | Path | None, settings: Mapping[str, Any]) -> EngineConfig:
