@@ -133,7 +133,7 @@ def generation_config(container: Container) -> dict[str, Any]:
 
 
 def eos_token_ids(container: Container) -> list[int]:
-    """The ids that end a text or a turn: those that the metadata name, and those of the families."""
+    """The ids that end a text or a turn: the ids that the metadata name, and the ids of the families."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     named = {container.metadata[key] for key in keys if key in container.metadata}
     tokens = container.metadata.get("tokenizer.ggml.tokens", ())
