@@ -58,8 +58,9 @@ def compiler_settings(shared_sizes: Collection[int] = ()) -> Iterator[None]:
     if hasattr(inductor, "batch_invariant"):
         changes["batch_invariant"] = True
     # The compiler's caches do not know the range of sizes; code for one range is wrong in a wider one.
-    tags = (torch.compiler.config.cache_key_tag, *(str(size) for size in sorted(shared_sizes)))
-    with inductor.patch(changes), torch.compiler.config.patch(cache_key_tag=" ".join(filter(None, tags))):
+    caches: Any = torch.compiler.config
+    tags = (caches.cache_key_tag, *(str(size) for size in sorted(shared_sizes)))
+    with inductor.patch(changes), caches.patch(cache_key_tag=" ".join(filter(None, tags))):
         yield
 
 
