@@ -91,10 +91,10 @@ class SlotSizes(NamedTuple):
 class Drafter:
     """A source of drafts; `rounds.drafters` has them all. No drafter decides a token.
 
-    name: in the key of a graph cache. propose(step, inputs, drafts): its drafts [B, S], or those of the
-    drafter before it, [B, 0] for the first; with `matches` if it has stored them in the slots. rows(sizes):
-    what it keeps of each request. shapes(depths): the rounds in which its drafts are verified, for chains of
-    these depths.
+    name: in the key of a graph cache. propose(step, inputs, drafts) returns drafts [B, S]: its own or
+    `drafts`, which the drafter before it proposed ([B, 0] for the first drafter), with `matches` if it has
+    stored them in the slots. rows(sizes): what it keeps of each request. shapes(depths): the rounds in which
+    its drafts are verified, for chains of these depths.
     """
 
     name: str
@@ -347,7 +347,8 @@ class Step(nn.Module):
     ) -> torch.Tensor:
         """Run the draft model on inputs (token, hidden before it) of M rows; mutates its KV.
 
-        token_ids [M], or the tokens' embeddings [M, H]. Returns hidden [M, H], or that of kept_rows alone.
+        token_ids [M], or the tokens' embeddings [M, H]. Returns hidden [M, H], or the hidden states of
+        kept_rows alone.
         """
         assert self.draft is not None
         assert self.kv_cache.draft is not None
@@ -387,25 +388,21 @@ class Step(nn.Module):
     def leave_nothing(self, state_index: torch.Tensor, num_drafts: int) -> LeftDrafts:
         """Return ids 0 in the place of drafts [B, num_drafts]; mutates nothing."""
         ids = self.slots.pos.new_zeros((state_index.shape[0], num_drafts))
-        return LeftDrafts(ids, self._no_matches(ids))
+        matches = None if self.slots.matched is None else ids.new_zeros((ids.shape[0], NUM_MATCHES))
+        return LeftDrafts(ids, matches)
 
     def store_drafts(self, state_index: torch.Tensor, drafts: torch.Tensor) -> LeftDrafts:
-        """Write a chain's drafts [B, S] into the slots and return them; the slots' other drafts become id 0.
+        """Write a chain's drafts [B, S] into the slots and return them; for slots without looked-up drafts.
 
-        A deeper round then verifies drafts that the host knows too. Padding keeps zeros.
+        The slots' other drafts become id 0: a deeper round then verifies drafts that the host knows too.
+        Padding keeps zeros.
         """
         is_live = state_index > 0
         missing = drafts.new_zeros((drafts.shape[0], self.slots.drafts.shape[1] - drafts.shape[1]))
         row = torch.cat((drafts, missing), dim=1)
         index = state_index.to(torch.int64)
         self.slots.drafts[index] = torch.where(is_live[:, None], row, 0)
-        if self.slots.matched is not None:
-            self.slots.matched[index] = torch.zeros_like(state_index)
-        return LeftDrafts(drafts, self._no_matches(drafts))
-
-    def _no_matches(self, drafts: torch.Tensor) -> torch.Tensor | None:
-        """The matches of a chain's drafts [B, S]: zeros, or None without lookup."""
-        return None if self.slots.matched is None else drafts.new_zeros((drafts.shape[0], NUM_MATCHES))
+        return LeftDrafts(drafts, None)
 
     def sampling_tables(self) -> SamplingTables:
         """The slots' sampling parameters, as `sample` and `filter_logits` take them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,8 +19,12 @@ STEP_BYTES = 128
 # measured on an H200 with 27B's and 4B's products of 128 to 1,024 rows.
 LEAST_ROWS = {2: 128, 1: 65}
 LEAST_PRODUCTS = {2: 9_000_000_000, 1: 3_300_000_000}
-# Numbers of the weight, if a norm adds K splits: then from WIDE_ROWS + 1 rows on, as gated products.
+# Numbers of the weight, if a norm adds K splits: then from WIDE_ROWS + 1 rows on, as gated products. In FP8 a
+# large one from 65 rows on.
 LEAST_WEIGHT = 10_000_000
+LARGE_WEIGHT = 30_000_000
+# Chains of which several programs can take some each: then the weight decides here too.
+SHARED_CHAINS = 4
 # K splits that are stored apart for the norm: it reads few, and most processors have a task.
 WIDE_PARTS = 2
 # Beyond, one share per row tile leaves too many processors idle.
@@ -31,12 +35,14 @@ MOST_ROWS = 4096
 class PersistentTile:
     """Rows and weight rows of a tile, stages of the pipeline, and microseconds on an H200.
 
+    block_n, rest_n: the weight rows of two strips, powers of two, or of one if rest_n is 0.
     step_us: of a step. task_us: to begin a task and to store its result. chain_us: to add a chain's sums to
     those of another. cut_us: to hand sums over, and to take those of another program.
     """
 
     block_m: int
     block_n: int
+    rest_n: int
     num_stages: int
     step_us: float
     task_us: float
@@ -46,17 +52,24 @@ class PersistentTile:
 
 # By the bytes of an element; fitted to the same products. FP8 has 128 weight rows, which share a scale.
 TILES = {
-    2: (PersistentTile(128, 256, 4, 0.66, 3.0, 12.0, 8.0), PersistentTile(128, 128, 6, 0.36, 2.5, 1.0, 4.8)),
-    1: (PersistentTile(128, 128, 6, 0.45, 2.8, 2.2, 3.2),),
+    2: (
+        PersistentTile(128, 256, 0, 4, 0.66, 3.0, 12.0, 8.0),
+        PersistentTile(128, 128, 0, 6, 0.36, 2.5, 1.0, 4.8),
+        PersistentTile(128, 128, 32, 6, 0.59, 2.5, 0.7, 6.0),
+    ),
+    1: (PersistentTile(128, 128, 0, 6, 0.45, 2.8, 1.4, 3.2),),
 }
+# Microseconds to add the sums of two programs that share a tile.
+SHARE_US = 4.0
 
 
 @dataclass(frozen=True)
 class PersistentProduct:
     """How the programs of a launch share a product.
 
-    parts: K splits that are stored apart. chains: K splits that each task sums as a tree. tasks: those of one
-    row tile, of `steps` steps each. shares: programs of one row tile.
+    parts: K splits that are stored apart, or that as many programs add if is_shared. chains: K splits that
+    each task sums as a tree. tasks: those of one row tile, of `steps` steps each. shares: programs of one row
+    tile.
     """
 
     tile: PersistentTile
@@ -66,16 +79,23 @@ class PersistentProduct:
     tasks: int
     steps: int
     shares: int
+    is_shared: bool = False
 
     @property
     def whole_us(self) -> float:
         """Return the estimated time of the programs with the most whole tasks."""
-        return -(-self.tasks // self.shares) * self._task_us
+        added = SHARE_US * (self.parts.bit_length() - 1) if self.is_shared else 0.0
+        return -(-self.tasks // self.shares) * self._task_us + added
 
     @property
     def cut_us(self) -> float:
         """Return the estimated time if all programs have equally many steps."""
         return self.tasks / self.shares * self._task_us + self.tile.task_us + self.tile.cut_us
+
+    @property
+    def least_us(self) -> float:
+        """Return the estimated time of the product."""
+        return self.whole_us if self.is_shared else min(self.whole_us, self.cut_us)
 
     @property
     def _task_us(self) -> float:
@@ -85,7 +105,7 @@ class PersistentProduct:
     @property
     def is_cut(self) -> bool:
         """Return whether programs cut tasks: they would wait longer for the last of whole ones."""
-        return self.cut_us < self.whole_us
+        return not self.is_shared and self.cut_us < self.whole_us
 
     @property
     def unit(self) -> int:
@@ -104,11 +124,34 @@ def share_out(
 ) -> PersistentProduct:  # fmt: skip
     """Return how programs share the tiles of `rows` rows and `width` columns of the result, of K columns."""
     row_tiles = -(-rows // tile.block_m)
-    tasks = -(-width // (tile.block_n // 2 if gated else tile.block_n)) * parts
+    tasks = -(-width * (2 if gated else 1) // (tile.block_n + tile.rest_n)) * parts
     shares = max(1, min(tasks, num_processors // row_tiles))
     return PersistentProduct(
         tile, parts, chains, row_tiles, tasks, k * itemsize // (parts * STEP_BYTES), shares
     )
+
+
+def share_tiles(product: PersistentProduct, num_processors: int) -> PersistentProduct:
+    """Return the product with as many programs per tile as have a processor: each sums some of its chains."""
+    most = min(product.chains, num_processors // product.row_tiles // product.tasks)
+    if product.parts > 1 or most < 2:
+        return product
+    count = 1 << (most.bit_length() - 1)
+    tasks = product.tasks * count
+    return replace(
+        product, parts=count, chains=product.chains // count, tasks=tasks, steps=product.steps // count,
+        shares=tasks, is_shared=True,
+    )  # fmt: skip
+
+
+def fits(product: PersistentProduct, gated: bool) -> bool:
+    """Return whether a tile suits: of two strips only if no gate divides it and each program has one task.
+
+    Programs with two such tasks are slower than those of narrower tiles that are cut: 27B's out takes 69 us
+    with 512 rows instead of 61. More than two chains leave no registers to add those of another program.
+    """
+    is_small = product.tasks == product.shares and not (product.is_shared and product.chains > 2)
+    return product.tile.rest_n == 0 or (not gated and is_small)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,8 +160,8 @@ def choose_product(
 ) -> PersistentProduct:
     """Return the product with the tile of the least estimated time."""
     last = (width, k, parts, chains, gated, itemsize, num_processors)
-    products = [share_out(tile, rows, *last) for tile in TILES[itemsize]]
-    return min(products, key=lambda product: min(product.whole_us, product.cut_us))
+    products = (share_tiles(share_out(tile, rows, *last), num_processors) for tile in TILES[itemsize])
+    return min((one for one in products if fits(one, gated)), key=lambda product: product.least_us)
 
 
 def has_few_parts(device: Device, n: int, k: int) -> bool:
@@ -126,13 +169,16 @@ def has_few_parts(device: Device, n: int, k: int) -> bool:
     return device.has_copy_engine and device.arch == ARCH and n * k >= LEAST_WEIGHT
 
 
-def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, gated: bool) -> bool:
+def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, chains: int, gated: bool) -> bool:
     """Return whether the kernel is faster than others with so many rows of a weight [n, k]."""
     if rows > MOST_ROWS:
         return False
     if parts > 1:
-        return rows > WIDE_ROWS and n * k >= LEAST_WEIGHT
+        is_large = itemsize == 1 and n * k >= LARGE_WEIGHT
+        return rows >= (LEAST_ROWS[1] if is_large else WIDE_ROWS + 1) and n * k >= LEAST_WEIGHT
     least_rows = WIDE_ROWS + 1 if gated else LEAST_ROWS[itemsize]
+    if rows >= least_rows and chains >= SHARED_CHAINS and n * k >= LEAST_WEIGHT:
+        return True
     return rows >= least_rows and rows * n * k >= LEAST_PRODUCTS[itemsize]
 
 
@@ -146,7 +192,7 @@ def find_persistent(
     are not whole blocks of K_SPLIT_UNIT.
     """
     (rows, k), n = x.shape, weight.shape[0]
-    if not is_worth_it(rows, n, k, x.element_size(), parts, gated):
+    if not is_worth_it(rows, n, k, x.element_size(), parts, chains, gated):
         return None
     if not device.has_copy_engine or device.arch != ARCH:
         return None

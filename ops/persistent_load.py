@@ -35,11 +35,20 @@ def part_of(task, part_bits):
 
 
 @gluon.jit
-def load_weight(weight_tiles, shared, bar, first, column, n, BN: gl.constexpr, GATED: gl.constexpr):
-    """Load a weight tile from row `first` on; gated, BN / 2 rows of gate before those of up."""
+def columns_of(task, part_bits, BN: gl.constexpr, REST: gl.constexpr, GATED: gl.constexpr):
+    """Return where the result's columns of a task's two strips begin, of BN and REST weight rows."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    first = (task >> part_bits) * ((BN + REST) // HALVES)
+    return first, first + BN // HALVES
+
+
+@gluon.jit
+def load_weight(weight_tiles, shared, bar, first, column, n, GATED: gl.constexpr):
+    """Load a weight tile from row `first` on; gated, half of its rows of gate before those of up."""
     if GATED:
-        copy_tile(weight_tiles, [first, column], bar, shared.slice(0, BN // 2, 0))
-        copy_tile(weight_tiles, [n // 2 + first, column], bar, shared.slice(BN // 2, BN // 2, 0))
+        HALF: gl.constexpr = shared.shape[0] // 2
+        copy_tile(weight_tiles, [first, column], bar, shared.slice(0, HALF, 0))
+        copy_tile(weight_tiles, [n // 2 + first, column], bar, shared.slice(HALF, HALF, 0))
     else:
         copy_tile(weight_tiles, [first, column], bar, shared)
 
@@ -60,15 +69,13 @@ def load_scales(
 
 @gluon.jit
 def load_tiles(
-    x_tiles, weight_tiles, shared_x, shared_weight, shared_scale, ready, free, x_scale, weight_scale, rows, n,
-    share, more, unit, steps, part_bits, x_scale_stride, scale_stride,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    FP8: gl.constexpr, PDL: gl.constexpr,
+    x_tiles, weight_tiles, weight_rest, shared_x, shared_weight, shared_rest, shared_scale, ready, free,
+    x_scale, weight_scale, rows, n, share, more, unit, steps, part_bits, x_scale_stride, scale_stride,
+    BM: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of every step of the program's tasks, as stages become free."""
-    BYTES: gl.constexpr = (BM + BN) * BK * (x_tiles.dtype.primitive_bitwidth // 8)
-    # Weight rows of a tile's columns of the result.
-    COLUMNS: gl.constexpr = BN // 2 if GATED else BN
+    BYTES: gl.constexpr = (BM + BN + REST) * BK * (x_tiles.dtype.primitive_bitwidth // 8)
     row_tile = gl.program_id(0)
     begin, end = place_of(share, more, unit)
     task = (end - 1) // steps
@@ -79,14 +86,16 @@ def load_tiles(
     # The weight does not depend on the kernel before: fill the stages with it while that kernel finishes.
     first_step = gl.maximum(begin - task * steps, 0)
     early = gl.minimum(end - task * steps - first_step, STAGES)
-    weight_row = (task >> part_bits) * COLUMNS
+    first, rest_first = columns_of(task, part_bits, BN, REST, GATED)
     # A task's steps are neighbours in K, whatever chain they belong to.
     first_column = (part_of(task, part_bits) * steps + first_step) * BK
     for index in range(early):
         bar = ready.index(index)
         mbarrier.expect(bar, BYTES)
         column = first_column + index * BK
-        load_weight(weight_tiles, shared_weight.index(index), bar, weight_row, column, n, BN, GATED)
+        load_weight(weight_tiles, shared_weight.index(index), bar, first, column, n, GATED)
+        if REST > 0:
+            load_weight(weight_rest, shared_rest.index(index), bar, rest_first, column, n, GATED)
     if PDL:
         gdc_wait()
         # Let the next kernel start only after the wait: measured, two waiting kernels slow down a third.
@@ -96,13 +105,13 @@ def load_tiles(
         copy_tile(x_tiles, [row_tile * BM, column], ready.index(index), shared_x.index(index))
         if FP8:
             load_scales(
-                shared_scale, index, ready.index(index), x_scale, x_scale_at, weight_scale, weight_row,
+                shared_scale, index, ready.index(index), x_scale, x_scale_at, weight_scale, first,
                 column // BK, scale_stride,
             )  # fmt: skip
     count = early
     first_step += early
     while task * steps + steps > begin:
-        weight_row = (task >> part_bits) * COLUMNS
+        first, rest_first = columns_of(task, part_bits, BN, REST, GATED)
         first_block = part_of(task, part_bits) * steps
         for step in range(first_step, gl.minimum(end - task * steps, steps)):
             column = (first_block + step) * BK
@@ -110,11 +119,13 @@ def load_tiles(
             bar = ready.index(stage)
             mbarrier.wait(free.index(stage), (count // STAGES) & 1 ^ 1)
             mbarrier.expect(bar, BYTES)
-            load_weight(weight_tiles, shared_weight.index(stage), bar, weight_row, column, n, BN, GATED)
+            load_weight(weight_tiles, shared_weight.index(stage), bar, first, column, n, GATED)
+            if REST > 0:
+                load_weight(weight_rest, shared_rest.index(stage), bar, rest_first, column, n, GATED)
             copy_tile(x_tiles, [row_tile * BM, column], bar, shared_x.index(stage))
             if FP8:
                 load_scales(
-                    shared_scale, stage, bar, x_scale, x_scale_at, weight_scale, weight_row, column // BK,
+                    shared_scale, stage, bar, x_scale, x_scale_at, weight_scale, first, column // BK,
                     scale_stride,
                 )  # fmt: skip
             count += 1

@@ -32,19 +32,23 @@ MULTIPLY_REGISTERS = gl.constexpr(232)
 
 @gluon.jit(do_not_specialize=["rows", "share", "more", "unit", "steps", "part_bits"])
 def persistent_kernel(
-    x_tiles, weight_tiles, out, x_scale, weight_scale, slots, flags, rows, n, share, more, unit, steps,
-    part_bits, x_scale_stride, scale_stride,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CHAINS: gl.constexpr,
-    GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr,
+    x_tiles, weight_tiles, weight_rest, out, x_scale, weight_scale, slots, flags, rows, n, share, more, unit,
+    steps, part_bits, x_scale_stride, scale_stride,
+    BM: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    CHAINS: gl.constexpr, GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Compute the program's share of a product.
 
-    x_tiles, weight_tiles: descriptors of tiles [BM, BK] and [BN, BK], [BN / 2, BK] if gated. BM: 128, 64 rows
-    for each of two warpgroups; BN: 128 with FP8, whose blocks of scales are as high. slots: see
-    multiply_tiles. flags: zeros, and zeros again after the launch.
+    x_tiles, weight_tiles: descriptors of tiles [BM, BK] and [BN, BK], [BN / 2, BK] if gated; weight_rest: of
+    REST more rows of the weight. BM: 128, 64 rows for each of two warpgroups; BN: 128 with FP8, whose blocks
+    of scales are as high, and REST 0. slots: see multiply_tiles. flags: zeros, and zeros again after the
+    launch. TOGETHER: a tile's K splits are added, by the programs that sum them.
     """
     shared_x = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, BM, BK], x_tiles.layout)
     shared_weight = gl.allocate_shared_memory(weight_tiles.dtype, [STAGES, BN, BK], weight_tiles.layout)
+    shared_rest = shared_weight
+    if REST > 0:
+        shared_rest = gl.allocate_shared_memory(weight_rest.dtype, [STAGES, REST, BK], weight_rest.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     shared_scale = ready
@@ -57,20 +61,23 @@ def persistent_kernel(
         mbarrier.init(ready.index(stage), count=1 + (LOADING_THREADS if FP8 else 0))
         mbarrier.init(free.index(stage), count=BM // 64)
     fence_async_shared()
+    STRIPS: gl.constexpr = (BN, REST) if REST > 0 else (BN,)
     gl.warp_specialize(
         [
             (load_tiles, (
-                x_tiles, weight_tiles, shared_x, shared_weight, shared_scale, ready, free, x_scale,
-                weight_scale, rows, n, share, more, unit, steps, part_bits, x_scale_stride, scale_stride, BM,
-                BN, BK, STAGES, GATED, FP8, PDL,
+                x_tiles, weight_tiles, weight_rest, shared_x, shared_weight, shared_rest, shared_scale, ready,
+                free, x_scale, weight_scale, rows, n, share, more, unit, steps, part_bits, x_scale_stride,
+                scale_stride, BM, BN, REST, BK, STAGES, GATED, FP8, PDL,
             )),
             (multiply_tiles, (
-                shared_x, shared_weight, shared_scale, ready, free, out, slots, flags, rows, n, share, more,
-                unit, steps, part_bits, 0, BM, BN, STAGES, CHAINS, GATED, FP8, PDL,
+                shared_x, shared_weight, shared_rest, shared_scale, ready, free, out, slots, flags, rows, n,
+                share, more, unit, steps, part_bits, 0, BM, STRIPS, STAGES, CHAINS, GATED, FP8, PDL,
+                TOGETHER,
             )),
             (multiply_tiles, (
-                shared_x, shared_weight, shared_scale, ready, free, out, slots, flags, rows, n, share, more,
-                unit, steps, part_bits, 1, BM, BN, STAGES, CHAINS, GATED, FP8, PDL,
+                shared_x, shared_weight, shared_rest, shared_scale, ready, free, out, slots, flags, rows, n,
+                share, more, unit, steps, part_bits, 1, BM, STRIPS, STAGES, CHAINS, GATED, FP8, PDL,
+                TOGETHER,
             )),
         ],
         [4, 4],
@@ -100,13 +107,15 @@ def launch_persistent(
     """
     rows, n, tile = x.shape[0], weight.shape[0], product.tile
     device = device_of(x.device.index)
-    out = torch.empty((product.parts, rows, n // 2 if gated else n), dtype=out_dtype, device=x.device)
-    size = product.row_tiles * product.shares * product.slots * tile.block_m * tile.block_n
+    parts = 1 if product.is_shared else product.parts
+    out = torch.empty((parts, rows, n // 2 if gated else n), dtype=out_dtype, device=x.device)
+    size = product.row_tiles * product.shares * product.slots * tile.block_m * (tile.block_n + tile.rest_n)
     slots = torch.empty(size, dtype=torch.float32, device=x.device)
     step = STEP_BYTES // x.element_size()
     persistent_kernel[(product.row_tiles, product.shares)](
         describe_tiles(x, tile.block_m, step),
         describe_tiles(weight, tile.block_n // 2 if gated else tile.block_n, step),
+        describe_tiles(weight, tile.rest_n // 2 if gated else tile.rest_n, step) if tile.rest_n else None,
         out,
         x_scale,
         weight_scale,
@@ -122,12 +131,14 @@ def launch_persistent(
         0 if weight_scale is None else weight_scale.stride(0),
         BM=tile.block_m,
         BN=tile.block_n,
+        REST=tile.rest_n,
         BK=step,
         STAGES=tile.num_stages,
         CHAINS=product.chains,
         GATED=gated,
         FP8=x_scale is not None,
         PDL=device.has_dependent_launch,
+        TOGETHER=product.is_shared,
         num_warps=4,
         launch_pdl=device.has_dependent_launch,
         **OPTIONS,

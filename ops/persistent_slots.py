@@ -1,7 +1,8 @@
 """Float32 sums that leave a program of `persistent_kernel` and return: to it, or to the next program.
 
-A slot holds the sums [rows, weight rows] of one warpgroup. The thread that stores a number is the one that
-loads it, in whichever program.
+A slot holds the sums of one warpgroup: of 64 rows of x, strip by strip. A tile's weight rows are one strip or
+two, since a layout's width is a power of two. The thread that stores a number is the one that loads it, in
+whichever program.
 """
 
 from __future__ import annotations
@@ -19,6 +20,21 @@ def keep(tile):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=1
     )
+
+
+@gluon.constexpr_function
+def sums_layout(width, is_fp8):
+    """Return the layout of a warpgroup's sums of `width` weight rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32 if is_fp8 else 16])
+
+
+@gluon.jit
+def zero_sums(STRIPS: gl.constexpr, FP8: gl.constexpr):
+    """Return zeros as a warpgroup's sums of 64 rows and so many weight rows per strip."""
+    sums = ()
+    for strip in gl.static_range(len(STRIPS)):
+        sums += (gl.zeros([64, STRIPS[strip]], gl.float32, sums_layout(STRIPS[strip], FP8)),)
+    return sums
 
 
 @gluon.constexpr_function
@@ -44,12 +60,20 @@ def by_row(tile, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr
     return gl.convert_layout(gl.reshape(tile, [HEIGHT, WIDTH]), layout, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def numbers_before(strips, strip):
+    """Return how many numbers of a slot come before those of a strip."""
+    return 64 * sum(strips[:strip])
+
+
 @gluon.jit
-def slot_addresses(slots, slot, PIECES: gl.constexpr):
-    """Return the addresses of a slot, [PIECES, threads, 4]."""
+def slot_addresses(slots, slot, STRIPS: gl.constexpr, STRIP: gl.constexpr):
+    """Return the addresses of a strip of a slot's sums, [pieces, threads, 4]."""
     layout: gl.constexpr = slot_layout()
+    PIECES: gl.constexpr = STRIPS[STRIP] // 8
     # Unless it depends on an untraceable number, the compiler computes every address early and spills it.
-    first = slots + keep(slot).to(gl.int64) * (PIECES * 512)
+    first = slots + keep(slot).to(gl.int64) * numbers_before(STRIPS, len(STRIPS))
+    first += numbers_before(STRIPS, STRIP)
     piece = gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -57,41 +81,52 @@ def slot_addresses(slots, slot, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def store_slot(sums, slots, slot):
+def store_slot(sums, slots, slot, STRIPS: gl.constexpr):
     """Store sums in a slot."""
-    gl.store(slot_addresses(slots, slot, sums.shape[0] * sums.shape[1] // 512), by_thread(sums))
+    for strip in gl.static_range(len(STRIPS)):
+        gl.store(slot_addresses(slots, slot, STRIPS, strip), by_thread(sums[strip]))
 
 
 @gluon.jit
-def load_slot(like, slots, slot, layout: gl.constexpr):
-    """Return the sums of a slot, which has the shape of `like`."""
-    HEIGHT: gl.constexpr = like.shape[0]
-    WIDTH: gl.constexpr = like.shape[1]
-    # Past L1, which does not see what other processors store.
-    tile = gl.load(slot_addresses(slots, slot, HEIGHT * WIDTH // 512), cache_modifier=".cg")
-    return by_row(tile, HEIGHT, WIDTH, layout)
+def load_slot(slots, slot, STRIPS: gl.constexpr, FP8: gl.constexpr):
+    """Return the sums of a slot."""
+    sums = ()
+    for strip in gl.static_range(len(STRIPS)):
+        # Past L1, which does not see what other processors store.
+        tile = gl.load(slot_addresses(slots, slot, STRIPS, strip), cache_modifier=".cg")
+        sums += (by_row(tile, 64, STRIPS[strip], sums_layout(STRIPS[strip], FP8)),)
+    return sums
 
 
 @gluon.jit
-def close_chain(sums, slots, slot, chain, CHAINS: gl.constexpr, layout: gl.constexpr):
+def add_sums(left, right):
+    """Return left + right, strip by strip."""
+    total = ()
+    for strip in gl.static_range(len(left)):
+        total += (left[strip] + right[strip],)
+    return total
+
+
+@gluon.jit
+def close_chain(sums, slots, slot, chain, CHAINS: gl.constexpr, STRIPS: gl.constexpr, FP8: gl.constexpr):
     """Return the largest finished node of the tree of CHAINS chains.
 
     Left halves of one, two and four chains wait for their right half in `slot` and the two slots after it.
     """
     if chain & 1 == 0:
-        store_slot(sums, slots, slot)
+        store_slot(sums, slots, slot, STRIPS)
     else:
-        sums = load_slot(sums, slots, slot, layout) + sums
+        sums = add_sums(load_slot(slots, slot, STRIPS, FP8), sums)
         if CHAINS > 2:
             if chain & 2 == 0:
-                store_slot(sums, slots, slot + 1)
+                store_slot(sums, slots, slot + 1, STRIPS)
             else:
-                sums = load_slot(sums, slots, slot + 1, layout) + sums
+                sums = add_sums(load_slot(slots, slot + 1, STRIPS, FP8), sums)
                 if CHAINS > 4:
                     if chain & 4 == 0:
-                        store_slot(sums, slots, slot + 2)
+                        store_slot(sums, slots, slot + 2, STRIPS)
                     else:
-                        sums = load_slot(sums, slots, slot + 2, layout) + sums
+                        sums = add_sums(load_slot(slots, slot + 2, STRIPS, FP8), sums)
     return sums
 
 

@@ -23,7 +23,7 @@ from compiled_mtp.plan import (
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.limits import Limits
-from compiled_mtp.scheduler.planner import Depth
+from compiled_mtp.scheduler.round_shapes import Depth
 
 EOS = 7
 FIRST_DRAFT = 1000

@@ -60,6 +60,11 @@ def integers(
     return codes, zeros, torch.from_numpy(scales).to(dtype), torch.from_numpy(values)
 
 
+def order_of(columns: int, *, is_random: bool) -> np.ndarray:
+    """The place of each column when columns are put into groups, by its importance or as it stands."""
+    return np.random.default_rng(columns).permutation(columns) if is_random else np.arange(columns)
+
+
 def gptq(
     group: int = 128,
     bits: int = 4,
@@ -68,21 +73,24 @@ def gptq(
     version: int = 1,
     with_indices: bool = True,
     negative: bool = False,
+    act_order: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> Packer:
     """Pack as GPTQ; without indices and with negative scales as AutoRound does."""
 
     def pack(w: np.ndarray) -> Packed:
+        place = order_of(w.shape[1], is_random=act_order)
         codes, zeros, scales, values = integers(
-            w, group, bits, symmetric=symmetric, dtype=dtype, negative=negative
+            w[:, place.argsort()], group, bits, symmetric=symmetric, dtype=dtype, negative=negative
         )
+        codes, values = codes[:, place], values[:, torch.from_numpy(place)]
         stored = {
             "qweight": pack_words(codes, bits).T.contiguous(),
             "qzeros": pack_words((zeros - (version == 1)).T, bits),
             "scales": scales.T.contiguous(),
         }
         if with_indices:
-            stored["g_idx"] = torch.arange(w.shape[1], dtype=torch.int32) // group
+            stored["g_idx"] = torch.from_numpy(place).int() // group
         return stored, values
 
     return pack
@@ -108,13 +116,22 @@ def awq(group: int = 128, *, negative: bool = False) -> Packer:
 
 
 def pack_quantized(
-    group: int = 128, bits: int = 4, *, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16
+    group: int = 128,
+    bits: int = 4,
+    *,
+    symmetric: bool = True,
+    act_order: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Packer:
     """Pack compressed-tensors' integers; group -1 is one scale per row."""
 
     def pack(w: np.ndarray) -> Packed:
         size = w.shape[1] if group < 0 else group
-        codes, zeros, scales, values = integers(w, size, bits, symmetric=symmetric, dtype=dtype)
+        place = order_of(w.shape[1], is_random=act_order)
+        codes, zeros, scales, values = integers(
+            w[:, place.argsort()], size, bits, symmetric=symmetric, dtype=dtype
+        )
+        codes, values = codes[:, place], values[:, torch.from_numpy(place)]
         stored = {
             "weight_packed": pack_words(codes, bits),
             "weight_scale": scales,
@@ -122,6 +139,8 @@ def pack_quantized(
         }
         if not symmetric:
             stored["weight_zero_point"] = pack_words(zeros.T, bits).T.contiguous()
+        if act_order:
+            stored["weight_g_idx"] = torch.from_numpy(place).int() // size
         return stored, values
 
     return pack

@@ -184,6 +184,34 @@ def test_imports_point_down(module: str) -> None:
     assert violations(module, MODULES[module].read_text(encoding="utf-8")) == []
 
 
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, [] if there are none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module not in done:
+            for name in sorted(graph.get(module, ())):
+                if found := visit(name, [*path, module]):
+                    return found
+            done.add(module)
+        return []
+
+    return next((found for module in graph if (found := visit(module, []))), [])
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not even for annotations alone."""
+    graph = {
+        module: {name for name in imports(module, path.read_text(encoding="utf-8")) if name in MODULES}
+        for module, path in MODULES.items()
+        if module != FACADE
+    }
+    assert circle(graph) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

@@ -42,38 +42,36 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from compiled_mtp import __version__
 from compiled_mtp.benchmarks.gpu_rates import Rates, measure_rates
+from compiled_mtp.benchmarks.kernel_times import TRACED_STEPS, communicator_ms, print_kernels, trace_kernels
 from compiled_mtp.benchmarks.released_shapes import LAYERS, fill_random, model_config, rate_for
+from compiled_mtp.benchmarks.row_bits import check_rows
 from compiled_mtp.benchmarks.saved_rows import Row, describe_beside, read_rows, rows_beside
 from compiled_mtp.benchmarks.step_floor import floor_bytes, product_flops, roof_ms
+from compiled_mtp.benchmarks.step_loop import (
+    TIMED_STEPS,
+    WARM_UP_STEPS,
+    Loop,
+    check_blocks,
+    count_launches,
+    end_loop,
+    launch,
+    start_loop,
+)
 from compiled_mtp.config import EngineConfig
-from compiled_mtp.errors import check
-from compiled_mtp.graphs.buckets import RoundShape, prompt_chunk_limit
-from compiled_mtp.models.layers import Linear
-from compiled_mtp.models.moe import MoE
-from compiled_mtp.models.rows import Rows
 from compiled_mtp.ops.blocks import KINDS
-from compiled_mtp.ops.linear import linear
-from compiled_mtp.ops.linear_w4a16 import linear_w4a16
 from compiled_mtp.parallel.leader import LeadRunner
-from compiled_mtp.request import Request, SamplingParams
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
-from compiled_mtp.scheduler import Scheduler
-from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.terminal.flags import Parser
 
-WARM_UP_STEPS, TIMED_STEPS, TRACED_STEPS = 20, 80, 4
-COMMUNICATOR_KERNELS = ("gather_kernel", "sum_kernel")
 # Two rows that agree in these fields measure the same case.
 CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
@@ -83,122 +81,6 @@ _CODE = (
     f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "from compiled_mtp.benchmarks.step_time import main; sys.exit(main())"
 )
-
-
-@dataclass
-class Loop:
-    """The engine's loop over requests of random ids, without text."""
-
-    runner: Runner
-    scheduler: Scheduler
-
-    def step(self) -> int:
-        """Run one step; return the number of new tokens."""
-        self.scheduler.update(self.runner.run(self.scheduler.schedule()))
-        return sum(len(output.new_token_ids) for output in self.scheduler.take_outputs())
-
-
-def count_launches(batch: int, context: int, chunk: int) -> int:
-    """The launches, each of at most `chunk` rows, that prefill `batch` prompts of `context` tokens."""
-    return -(-batch // max(chunk // context, 1)) * -(-context // chunk)
-
-
-def most_gained(runner: Runner, batch: int, context: int) -> int:
-    """The most tokens that a request of a loop gains: the first one decodes a round for every launch of the
-    others' prefill."""
-    rounds = count_launches(batch, context, runner.spec.prefill_chunk) + WARM_UP_STEPS + TIMED_STEPS + 64
-    return rounds * (runner.spec.mtp_step + 1)
-
-
-def start_loop(runner: Runner, batch: int, context: int) -> Loop:
-    """Return a loop with `batch` prefilled requests of `context` tokens each."""
-    spec, memory = runner.spec, runner.memory
-    chunk = spec.prefill_chunk
-    limits = Limits(
-        max_batch=batch,
-        num_blocks=memory.num_blocks,
-        block_size=spec.config.block_size,
-        max_model_len=memory.max_model_len,
-        prefill_chunk=chunk,
-        mtp_step=spec.mtp_step,
-        max_drafts=spec.max_drafts,
-        max_in_flight=spec.max_in_flight,
-        max_prompt_chunks=prompt_chunk_limit(chunk, batch),
-    )
-    scheduler = Scheduler(limits)
-    generator = torch.Generator().manual_seed(batch)
-    most = min(most_gained(runner, batch, context), memory.max_model_len - context)
-    for index in range(batch):
-        ids = torch.randint(0, spec.model.vocab_size, (context,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=index)
-        request = Request(str(index), ids, params)
-        limits.fit(request)
-        scheduler.add(request)
-    loop = Loop(runner, scheduler)
-    while len(scheduler.running) < batch:
-        loop.step()
-    return loop
-
-
-def check_blocks(runner: Runner, batch: int, context: int) -> None:
-    """Raise ValueError unless the blocks hold `batch` requests of a loop to its end, without preemption."""
-    memory, tokens = runner.memory, context + most_gained(runner, batch, context)
-    needed = batch * -(-tokens // runner.spec.config.block_size)
-    rule = f"be at least {needed + 1} for {batch} requests of {tokens} tokens"
-    check(needed < memory.num_blocks, "num_blocks", rule, memory.num_blocks, "time fewer requests")
-
-
-def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight.T in float32 for a weight and scale as a module stores them."""
-    if weight.dtype == torch.int16:
-        assert scale is not None
-        return linear_w4a16(x, weight, scale, True)
-    return linear(x, weight, scale, True, False)
-
-
-@torch.no_grad()
-def check_rows(runner: Runner, batches: list[int]) -> None:
-    """Raise AssertionError unless the rows of every projection, and of a mixture's experts, are bit-equal in
-    every bucket that is timed."""
-    target = runner.step.target
-    width = runner.step.mtp_step + 1
-    linears = [module for module in target.modules() if isinstance(module, Linear)]
-    weights: dict[torch.Size, tuple[torch.Tensor, torch.Tensor | None]] = {
-        m.weight.shape: (m.weight, m.weight_scale) for m in linears if m.parts is None
-    }
-    coded = {m.weight.shape: m for m in linears if m.parts is not None}
-    for module in coded.values():
-        assert module.parts is not None
-        columns = module.parts.columns
-        x = torch.randn(max(batches) * width, columns, device=runner.spec.device).bfloat16()
-        whole = module.parts.product(x, *module.codes, False)
-        for batch in batches:
-            part = module.parts.product(x[: batch * width], *module.codes, False)
-            assert torch.equal(part, whole[: batch * width]), f"rows of {columns} columns depend on M"
-    if not target.is_head_packed:
-        weights[target.head_weight.shape] = (target.head_weight, None)
-    for weight, scale in weights.values():
-        columns = weight.shape[1] * (4 if weight.dtype == torch.int16 else 1)
-        x = torch.randn(max(batches) * width, columns, device=runner.spec.device)
-        x = x.to(runner.spec.dtype)
-        whole = product(x, weight, scale)
-        for batch in batches:
-            part = product(x[: batch * width], weight, scale)
-            assert torch.equal(part, whole[: batch * width]), f"rows of {tuple(weight.shape)} depend on M"
-    for mixture in [module for module in target.modules() if isinstance(module, MoE)][:1]:
-        if mixture.communicator is None and not mixture.quantizes_rows:
-            x = torch.randn(max(batches) * width, runner.spec.model.hidden_size, device=runner.spec.device)
-            x, decode_rows = x.to(target.head_weight.dtype), cast(Rows, None)
-            whole = mixture(x, decode_rows)
-            for batch in batches:
-                part = mixture(x[: batch * width], decode_rows)
-                assert torch.equal(part, whole[: batch * width]), "rows of experts depend on M"
-
-
-def end_loop(loop: Loop) -> None:
-    """Forget the requests that still run; the runner and its ranks stay."""
-    loop.scheduler.forget_all()
-    loop.runner.drop_launches()
 
 
 class Timed(NamedTuple):
@@ -270,12 +152,6 @@ def measure(loop: Loop, batch: int, context: int, rates: Rates) -> dict[str, Any
     }
 
 
-def launch(loop: Loop, batch: int) -> None:
-    """Launch one round of `batch` of the loop's requests on the GPU; its result is not read."""
-    slots = tuple(sorted(loop.scheduler.running))[:batch]
-    loop.runner.programs.decode(slots, RoundShape(*[loop.runner.step.mtp_step] * 2))
-
-
 @torch.no_grad()
 def gpu_time_ms(loop: Loop) -> float:
     """Return the GPU's milliseconds per step: launches back to back, with the host ahead of the GPU."""
@@ -291,41 +167,6 @@ def gpu_time_ms(loop: Loop) -> float:
         end.synchronize()
         spans.append(start.elapsed_time(end) / 8)
     return statistics.median(spans)
-
-
-@torch.no_grad()
-def trace_kernels(loop: Loop, batch: int) -> list[tuple[str, float]]:
-    """Return `own_spans` of TRACED_STEPS steps of `batch` of the loop's requests.
-
-    One GPU runs rounds of the first `batch` requests, which may have gained some tokens while the others were
-    prefilled. Several GPUs run the engine's steps, which reach every rank. Time nothing after this: once a
-    profiler was attached, every launch costs the host more.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    step = loop.step if isinstance(loop.runner, LeadRunner) else partial(launch, loop, batch)
-    step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(TRACED_STEPS):
-            step()
-        torch.cuda.synchronize()
-    return own_spans(trace.events())
-
-
-def own_spans(events: Iterable[Any]) -> list[tuple[str, float]]:
-    """Return (name, microseconds since the kernel before ended), in the order in which kernels end.
-
-    Dependent launches overlap, so a kernel's own span would count the time in which it only waits.
-    """
-    on_device = [event for event in events if str(event.device_type).endswith("CUDA")]
-    spans = sorted((event.time_range.end, event.time_range.start, event.name) for event in on_device)
-    last = spans[0][1]
-    result = []
-    for end, _, name in spans:
-        result.append((name, end - last))
-        last = end
-    return result
 
 
 def measure_all(
@@ -350,24 +191,6 @@ def measure_all(
             loop = start_loop(runner, row["batch"], context)
         yield row, trace_kernels(loop, row["batch"])
     end_loop(loop)
-
-
-def communicator_ms(kernels: Sequence[tuple[str, float]]) -> float:
-    """Return the milliseconds per step in the communicator's kernels."""
-    # Whole names: torch has a kernel whose name ends like one of ours.
-    spans = [us for name, us in kernels if name in COMMUNICATOR_KERNELS or name.startswith("nccl")]
-    return round(sum(spans) / TRACED_STEPS / 1e3, 3)
-
-
-def print_kernels(kernels: Sequence[tuple[str, float]]) -> None:
-    """Print a step's time by kernel, as the mean of TRACED_STEPS steps."""
-    by_name: dict[str, list[float]] = {}
-    for name, span in kernels:
-        by_name.setdefault(name, []).append(span)
-    print("  kernels    us per step   us each  name")
-    for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1])):
-        count, total = len(spans) / TRACED_STEPS, sum(spans) / TRACED_STEPS
-        print(f"  {count:7.0f} {total:12.1f} {statistics.median(spans):9.2f}  {name[:90]}")
 
 
 def make_parser() -> Parser:

@@ -63,37 +63,19 @@ class RequestProcessor:
     ) -> list[Request]:
         """Return one Request per choice, with the checkpoint's defaults filled in.
 
-        images: those of the pads in the prompt, in order, or of the content parts that hold none.
+        images: one for each pad in the prompt, in order, or for each content part that holds no image.
         continuation: the output, if it is given instead of drawn. Raises ValueError unless exactly one of
         prompt, prompt_token_ids and messages is given, and for an empty prompt, images that do not fit it or
         cannot be read, a prompt of max_model_len tokens or more, an id or a parameter out of range, and a
         grammar that does not compile.
         """
         given = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
-        names = _only_one(given)
+        form = _only_one(given)
         check_type("prompt", prompt, str, "pass ids as prompt_token_ids")
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         check_priority(priority)
         params = (params or SamplingParams()).with_defaults(self.model_config.generation_defaults)
-        chat, found = messages, _as_list(images)
-        if chat is not None:
-            chat, found = split_chat(_as_chat(chat), found)
-        prepared = prepare_images(found, self.model_config.vision, self.max_images)
-        if prompt_token_ids is not None:
-            token_ids = self._check_ids("prompt_token_ids", prompt_token_ids)
-        else:
-            tokenizer = self._require_tokenizer(names[0])
-            text = prompt if prompt is not None else self._render(tokenizer, chat, params)
-            # A tokenizer may have more ids than the checkpoint's vocabulary.
-            token_ids = self._check_ids(names[0], tokenizer.encode(text))
-        placed: tuple[PromptImage, ...] = ()
-        if self.model_config.vision is not None:
-            token_ids, placed = place_images(token_ids, prepared, self.model_config.vision)
-        if messages is None and params.chat_template_kwargs is not None:
-            raise ValueError(
-                "chat_template_kwargs must come with messages, got "
-                f"{quote(params.chat_template_kwargs)}; leave it out, since only messages use the template"
-            )
+        token_ids, placed = self._read_prompt(form, given[form], _as_list(images), params)
         params = self._with_special_stops(params)
         forced_ids = () if continuation is None else self._forced_ids(continuation)
         if forced_ids:
@@ -108,7 +90,6 @@ class RequestProcessor:
                 prompt_token_ids=token_ids,
                 params=params,
                 eos_token_ids=self.eos_token_ids,
-                detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                 index=index,
                 bad_word_ids=bad_words,
                 # Each choice compiles its own grammar.
@@ -116,15 +97,46 @@ class RequestProcessor:
                 images=placed,
                 priority=priority,
                 forced_ids=forced_ids,
+                **self._decoding(),
             )
             for index in range(params.n)
         ]
         self._check_length(len(token_ids))
-        for request in choices:
-            if self.tokenizer is not None:
-                request.token_bytes = self.tokenizer.token_bytes
         check_num_stop_ids(choices[0])
         return choices
+
+    def _read_prompt(
+        self, form: str, prompt: Any, images: list[object], params: SamplingParams
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return a prompt's ids, with a pad for each token of an image, and its images.
+
+        form: "prompt" for a text, "prompt_token_ids" or "messages".
+        """
+        if form == "messages":
+            prompt, images = split_chat(_as_chat(prompt), images)
+        prepared = prepare_images(images, self.model_config.vision, self.max_images)
+        if form == "prompt_token_ids":
+            token_ids = self._check_ids(form, prompt)
+        else:
+            tokenizer = self._require_tokenizer(form)
+            text = prompt if form == "prompt" else self._render(tokenizer, prompt, params)
+            # A tokenizer may have more ids than the checkpoint's vocabulary.
+            token_ids = self._check_ids(form, tokenizer.encode(text))
+        placed: tuple[PromptImage, ...] = ()
+        if self.model_config.vision is not None:
+            token_ids, placed = place_images(token_ids, prepared, self.model_config.vision)
+        if form != "messages" and params.chat_template_kwargs is not None:
+            raise ValueError(
+                "chat_template_kwargs must come with messages, got "
+                f"{quote(params.chat_template_kwargs)}; leave it out, since only messages use the template"
+            )
+        return token_ids, placed
+
+    def _decoding(self) -> dict[str, Any]:
+        """Return the fields of a request that turn its ids into text, none without a tokenizer."""
+        if self.tokenizer is None:
+            return {}
+        return {"detokenizer": self.tokenizer.detokenizer(), "token_bytes": self.tokenizer.token_bytes}
 
     def warm_up_grammars(self) -> None:
         """Build the trie of a large vocabulary before the first guided request, if llguidance is installed.
@@ -249,14 +261,14 @@ def _as_chat(messages: Any) -> list[Mapping[str, Any]]:
     return list(messages)
 
 
-def _only_one(given: Mapping[str, object]) -> list[str]:
+def _only_one(given: Mapping[str, object]) -> str:
     """Return the name of the one form of the prompt that is given. Raises ValueError for none or several."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
         raise ValueError(
             f"prompt, prompt_token_ids and messages must be given exactly once, got {names}; choose one"
         )
-    return names
+    return names[0]
 
 
 def _scored(params: SamplingParams, num_tokens: int) -> SamplingParams:

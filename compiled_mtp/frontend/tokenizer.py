@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import tokenizers
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from compiled_mtp.errors import quote
@@ -233,9 +234,19 @@ def _read_template(file: Path) -> Template:
         ) from None
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks an assistant's words for training and changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's name and type.
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

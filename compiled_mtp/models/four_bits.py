@@ -93,6 +93,8 @@ def _format_of(weight: StoredWeight | None) -> WeightFormat | None:
     """The format that keeps a stored linear's codes; None if no product reads them."""
     if not isinstance(weight, IntegerWeight) or weight.bits != 4 or weight.scale_dtype not in _SCALES:
         return None
+    if not weight.is_in_order:
+        return None
     rows, columns = weight.shape
     group = min(weight.group, int4.UNIT)
     if rows % int4.ROWS or columns % int4.UNIT or group not in int4.GROUPS or weight.group % group:

@@ -13,6 +13,8 @@ from compiled_mtp.models.config_keys import FIX, Keys, read_json
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _OFF = "start without max_images"
+# Far above existing towers, so that the products which size a tensor fit 64 bits.
+_MOST_PATCH, _MOST_MERGE, _MOST_HIDDEN, _MOST_OTHER = 1024, 64, 1 << 16, 1 << 24
 # Keys of vision_config that, if present, must have this value.
 _ONLY: tuple[tuple[str, Any, str], ...] = (
     ("hidden_act", "gelu_pytorch_tanh", "other activations are not supported"),
@@ -46,11 +48,12 @@ def read_vision(
     for key, allowed, why in _ONLY:
         got = section.get(key, allowed)
         check(got == allowed, f"vision_config.{key}", f"be {allowed}", got, f"{why}; {_OFF}")
-    patch_size, merge_size = keys.integer("patch_size"), keys.integer("spatial_merge_size")
-    hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_heads")
+    patch_size = keys.integer("patch_size", most=_MOST_PATCH)
+    merge_size = keys.integer("spatial_merge_size", most=_MOST_MERGE)
+    hidden_size, num_heads = keys.integer("hidden_size", most=_MOST_HIDDEN), keys.integer("num_heads")
     fits = hidden_size % num_heads == 0 and hidden_size // num_heads % 4 == 0
     check(fits, "vision_config.hidden_size", "give heads of a multiple of 4", hidden_size, FIX)
-    entries = keys.integer("num_position_embeddings")
+    entries = keys.integer("num_position_embeddings", most=_MOST_OTHER)
     side = math.isqrt(entries)
     check(side * side == entries, "num_position_embeddings", "be a square", entries, FIX)
     sections = _mrope_section(Keys(text))
@@ -60,10 +63,10 @@ def read_vision(
         depth=keys.integer("depth", most=MOST_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        intermediate_size=keys.integer("intermediate_size"),
+        intermediate_size=keys.integer("intermediate_size", most=_MOST_OTHER),
         out_hidden_size=_out_hidden_size(keys, Keys(text)),
         patch_size=patch_size,
-        temporal_patch_size=keys.integer("temporal_patch_size"),
+        temporal_patch_size=keys.integer("temporal_patch_size", most=_MOST_MERGE),
         merge_size=merge_size,
         side=side,
         image_token_id=_token_id(ids, "image_token_id", text),

@@ -13,7 +13,7 @@ from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.weight_updates import WeightSource, WeightUpdate
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.inbox import Inbox
-from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.turn import Turn
 from compiled_mtp.spec.policy import DepthPolicy
 

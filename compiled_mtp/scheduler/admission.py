@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
 # Tokens for which every request must have room when one is admitted; each gains about as many before the next
 # preemption.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from compiled_mtp.request import new_tuple
+from compiled_mtp.plan import new_tuple
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
 
 class Decoding(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from compiled_mtp.graphs.buckets import NO_DRAFTS, RoundShape
@@ -29,28 +29,20 @@ from compiled_mtp.plan import (
     PromptChunk,
     StepPlan,
 )
-from compiled_mtp.request import new_tuple
 from compiled_mtp.scheduler.admission import Admission
 from compiled_mtp.scheduler.look_ahead import certain_rounds, find_decoding
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.preemption import Preemption
 from compiled_mtp.scheduler.prompts import Prompts
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
+from compiled_mtp.scheduler.round_shapes import Depth, RoundShapes, Widen
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.waiting_queue import WaitingQueue
-from compiled_mtp.scheduler.wants import Wants, wants_of
+from compiled_mtp.scheduler.wants import NOTHING, Wants, wants_of
 
-Depth = Callable[[int, int, bool], int]
-"""Returns how many drafts the next round verifies and leaves, 0 to mtp_step.
-
-Arguments: the number of requests, the mean tokens of their contexts when the planner last examined them, and
-whether the round has two phases. Called once per round, and once before the first with 0 requests."""
-
-# With so many prompts to start, and with each doubling of them, launches have twice the rows while rounds
-# wait.
+# While rounds wait, launches have twice the rows from this many prompts on, and again twice as many with each
+# doubling of the prompts.
 _FEW_PROMPTS = 8
-
-Widen = Callable[[], bool]
-"""Returns whether the next round, of the depth that `Depth` returned last, verifies all looked-up drafts."""
 
 
 @dataclass(slots=True)
@@ -73,11 +65,7 @@ class Planner:
         self.limits = resources.limits
         self.resources = resources
         self.max_prompt_chunks = self.limits.max_prompt_chunks
-        self._depth = depth
-        self._widen = widen
-        self._context_tokens = 0
-        # The number of drafts that the launches planned so far leave on the device.
-        self._chain = self._choose_depth(0, is_two_phase=False)
+        self._shapes = RoundShapes(self.limits, depth, widen)
         self._admission = Admission(resources)
         self._preemption = Preemption(resources)
         # By Request.key.
@@ -105,12 +93,11 @@ class Planner:
         self.decoding_slots: tuple[int, ...] = ()
         self._decoding_generations: tuple[int, ...] = ()
         self._rounds_ahead = 0
-        # Whether the draft model has read all deferred inputs of these slots.
-        self._is_caught_up = False
-        # Those of the decoding requests whose next tokens are known.
+        self._shapes.examine(())
+        # The decoding requests whose next tokens are known.
         self._with_known: list[ScheduledRequest] = []
         # What the requests of the next rounds need.
-        self._wants = Wants()
+        self._wants = NOTHING
         # Copies and block-table entries for the next plan.
         self._copies: list[Copy] = []
         self._block_updates: list[BlockUpdate] = []
@@ -295,9 +282,7 @@ class Planner:
         self._with_known = [scheduled for scheduled in decoding if scheduled.known is not None]
         self.decoding_slots = tuple(scheduled.slot for scheduled in decoding)
         self._decoding_generations = tuple(scheduled.generation for scheduled in decoding)
-        self._is_caught_up = False
-        tokens = sum(one.request.prompt_len + len(one.request.output_token_ids) for one in decoding)
-        self._context_tokens = tokens // max(len(decoding), 1)
+        self._shapes.examine(decoding)
         # At least 1: the next round's blocks are reserved. One at a time while a request lacks blocks or its
         # next tokens are known.
         is_short = self._with_known or len(decoding) < len(found)
@@ -353,9 +338,9 @@ class Planner:
             tuple(scheduled.slot for scheduled in launch.members),
             tuple(scheduled.generation for scheduled in launch.members),
             launch.moves,
-            shape=RoundShape(0, self._chain if launch.ended else 0),
+            shape=RoundShape(0, self._shapes.chain if launch.ended else 0),
             prompt_chunks=tuple(launch.prompt_chunks),
-            wants_drafts=any(scheduled.request.params.include_drafts for scheduled in launch.ended),
+            wants=Wants(has_drafts=any(one.request.params.include_drafts for one in launch.ended)),
             saves=tuple(launch.saves),
         )
 
@@ -390,17 +375,12 @@ class Planner:
     def _plan_first(self, scheduled: ScheduledRequest) -> StepPlan:
         """Plan the first token of a two-phase request whose last prompt chunk is planned."""
         self._end_prefill(scheduled)
-        wants = wants_of([scheduled.request])
         return self._make_plan(
             "first",
             (scheduled.slot,),
             (scheduled.generation,),
-            shape=RoundShape(0, self._chain),
-            logprobs=wants.logprobs,
-            has_processed_logprobs=wants.has_processed_logprobs,
-            is_guided=wants.is_guided,
-            wants_drafts=wants.has_drafts,
-            is_given=wants.are_all_given,
+            shape=RoundShape(0, self._shapes.chain),
+            wants=wants_of([scheduled.request]),
         )
 
     def _end_prefill(self, scheduled: ScheduledRequest) -> None:
@@ -413,26 +393,16 @@ class Planner:
 
     def _plan_round(self) -> StepPlan:
         self._rounds_ahead -= 1
-        is_two_phase = self._wants.is_two_phase
-        if self._wants.are_all_given:
-            # Given tokens are right drafts. Nothing is drafted, so the drafts of the last launch stay.
-            num_drafts = verify = self._choose_given()
-            depth, catches_up = 0, False
-        else:
-            depth = self._choose_depth(len(self.decoding_slots), is_two_phase=is_two_phase)
-            verify = self.limits.wide_drafts if self._is_wide() else depth
-            # Only statistics read num_drafts: a resumed request may have another number of drafts.
-            num_drafts, self._chain = min(verify, self._chain), depth
-            catches_up = self._catches_up(verify)
+        is_two_phase, chosen = self._wants.is_two_phase, self._shapes.choose(self._wants)
         plan = self._make_plan(
             "verify" if is_two_phase else "decode",
             self.decoding_slots,
             self._decoding_generations,
-            [upload for one in self._with_known for upload in one.known_drafts(verify)],
-            shape=new_tuple(RoundShape, (verify, depth)),
-            num_drafts=num_drafts,
-            catches_up=catches_up,
-            wants_drafts=self._wants.has_drafts and not is_two_phase,
+            [upload for one in self._with_known for upload in one.known_drafts(chosen.shape.verify)],
+            shape=chosen.shape,
+            num_drafts=chosen.num_drafts,
+            catches_up=chosen.catches_up,
+            wants=NOTHING if is_two_phase else self._wants,
         )
         if is_two_phase:
             members = [self.resources.owners[slot] for slot in plan.slots]
@@ -449,11 +419,7 @@ class Planner:
             first.generations,
             shape=first.shape,
             num_drafts=first.num_drafts,
-            logprobs=opened.wants.logprobs,
-            has_processed_logprobs=opened.wants.has_processed_logprobs,
-            is_guided=opened.wants.is_guided,
-            wants_drafts=opened.wants.has_drafts,
-            is_given=opened.wants.are_all_given,
+            wants=opened.wants,
         )
         # Closed after the plan is made: moves run before the launch, so requests that ended in between are
         # released with a later plan.
@@ -478,11 +444,7 @@ class Planner:
         num_drafts: int = 0,
         catches_up: bool = False,
         prompt_chunks: tuple[PromptChunk, ...] = (),
-        logprobs: int = -1,
-        has_processed_logprobs: bool = False,
-        is_guided: bool = False,
-        wants_drafts: bool = False,
-        is_given: bool = False,
+        wants: Wants = NOTHING,
         saves: tuple[Copy, ...] = (),
         encoded: EncodeSlice | None = None,
     ) -> StepPlan:
@@ -503,11 +465,11 @@ class Planner:
             prompt_chunks=prompt_chunks,
             moves=moves,
             block_updates=block_updates,
-            logprobs=logprobs,
-            has_processed_logprobs=has_processed_logprobs,
-            is_guided=is_guided,
-            wants_drafts=wants_drafts,
-            is_given=is_given,
+            logprobs=wants.logprobs,
+            has_processed_logprobs=wants.has_processed_logprobs,
+            is_guided=wants.is_guided,
+            wants_drafts=wants.has_drafts,
+            is_given=wants.are_all_given,
             saves=saves,
             encoded=encoded,
         )
@@ -518,45 +480,3 @@ class Planner:
             self.resources.release_again({copy.copy_id for copy in self._copies})
             self._block_updates = self.resources.all_block_updates()
             self._is_install_lost = False
-
-    def _catches_up(self, verify: int) -> bool:
-        """Return whether the draft model must catch up before a round that verifies so many drafts.
-
-        Counts the deferred draft inputs of the round, too.
-        """
-        if not self.limits.mtp_step or (verify and self._is_caught_up):
-            return False
-        members = [self.resources.owners[slot] for slot in self.decoding_slots]
-        most_deferred = max(scheduled.num_deferred for scheduled in members)
-        # A slot has room for the deferred draft inputs of mtp_step + 1 rounds.
-        catches_up = most_deferred > (0 if verify else self.limits.mtp_step)
-        for scheduled in members:
-            scheduled.num_deferred = (0 if catches_up else scheduled.num_deferred) + (not verify)
-        self._is_caught_up = verify > 0
-        return catches_up
-
-    def _is_wide(self) -> bool:
-        """Return whether the next round verifies all drafts that were looked up for its requests.
-
-        The last results that were read decide: with a launch in flight, the drafts may be a chain's by then.
-        """
-        slots = self.decoding_slots
-        if self._widen is None or len(slots) > self.limits.wide_requests:
-            return False
-        return all(self.resources.owners[slot].has_text_drafts for slot in slots) and self._widen()
-
-    def _choose_given(self) -> int:
-        """Return how many given tokens the next round verifies: as few as end all its requests, or the most
-        that so many requests may."""
-        left = max(one.known.num_left for one in self._with_known if one.known is not None)
-        fitting = [drafts for drafts, most in self.limits.given if len(self.decoding_slots) <= most]
-        return next((drafts for drafts in fitting if drafts + 1 >= left), fitting[-1])
-
-    def _choose_depth(self, num_requests: int, *, is_two_phase: bool) -> int:
-        mtp_step = self.limits.mtp_step
-        depth = (
-            mtp_step if self._depth is None else self._depth(num_requests, self._context_tokens, is_two_phase)
-        )
-        if not 0 <= depth <= mtp_step:
-            raise ValueError(f"depth must be 0 to {mtp_step} (mtp_step), got {depth}; choose another")
-        return depth

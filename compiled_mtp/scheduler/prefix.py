@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.cache.prefix_host_tier import HostEntry, PrefixHostTier
@@ -13,27 +12,11 @@ from compiled_mtp.cache.prefix_index import LONGEST_LIFE, Chunk, PrefixIndex, ch
 from compiled_mtp.plan import Location
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-
-if TYPE_CHECKING:
-    from compiled_mtp.scheduler.resources import ScheduledRequest
-
+from compiled_mtp.scheduler.scheduled_request import Resumption, ScheduledRequest
 
 # A prompt with this many tokens in common with one that is being entered waits for that, even where no state
 # snapshot is expected.
 _LEAST_AWAITED = 512
-
-
-class Resumption(NamedTuple):
-    """What fills a request's slot before its first launch.
-
-    source: a state snapshot, or a record of the prefix cache's host tier. prefix_host_blocks: the host blocks
-    of the last cached chunks; the request shares the device blocks of the chunks before. snapshot: the state
-    snapshot that takes a state from the host again; None for none.
-    """
-
-    source: Location
-    prefix_host_blocks: tuple[int, ...] = ()
-    snapshot: int | None = None
 
 
 @dataclass(slots=True)
@@ -42,7 +25,7 @@ class _PendingInsert:
 
     keys: of its whole chunks. resume_end: the number of the chunk after which the same prompt would resume.
     branch: the number of the last cached chunk before it parts from another prompt, 0 for none. chunks: its
-    chunks that have a state snapshot. entries: those of the host tier that its first launch reads.
+    chunks that have a state snapshot. entries: the entries of the host tier that its first launch reads.
     """
 
     keys: list[bytes]
@@ -58,9 +41,9 @@ class PrefixCache:
     A prompt resumes after the last of its whole chunks that has a state snapshot and leaves at least one
     token to prefill. Its own chunks can be found once its first token was drawn from finite logits, which
     depend on all of them; a request that ends earlier caches nothing. What the device evicts goes to
-    `prefix_host` in host memory, and is read from there. Without state snapshots the cache does nothing. Of
-    num_lookups requests of at least one whole chunk num_hits have resumed, num_host_hits of these from the
-    host tier.
+    `prefix_host` in host memory, and is read from there. Without state snapshots the cache does nothing.
+    num_lookups counts requests of at least one whole chunk, num_hits the ones that resumed, and num_host_hits
+    the ones that resumed from the host tier.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -130,7 +113,7 @@ class PrefixCache:
     def _last_end(self, path: Sequence[Chunk], keys: Sequence[bytes]) -> int:
         """Return the number of the last chunk after which a prompt of these keys can resume, 0 for none.
 
-        path: those of its chunks that the device holds.
+        path: the chunks of the prompt that the device holds.
         """
         prefix_host, reach = self.prefix_host, len(path)
         while reach < len(keys) and prefix_host.has_blocks(keys[reach]):

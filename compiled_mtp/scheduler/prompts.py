@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from compiled_mtp.graphs.buckets import lay_out, pick_prefill_length
 from compiled_mtp.plan import Admit, BlockUpdate, Copy, EncodeSlice, Location, Move, PromptChunk
 from compiled_mtp.request import Request
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest, block_table_row
+from compiled_mtp.scheduler.resources import Resources, block_table_row
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
 
 Admitter = Callable[[int | None], ScheduledRequest | None]

@@ -9,23 +9,24 @@ from typing import NamedTuple
 
 from compiled_mtp.cache.block_pool import BlockPool
 from compiled_mtp.errors import quote
-from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult
+from compiled_mtp.plan import Copy, RowLogprobs, StepPlan, StepResult, new_tuple
 from compiled_mtp.request import (
     ErrorKind,
     FinishReason,
     Guide,
     Request,
     RequestOutput,
-    RoundDrafts,
     RoutedExperts,
-    new_tuple,
 )
+from compiled_mtp.scheduler.last_outputs import cut_short, describe_logits, describe_masks, last_output
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.planner import Depth, Planner, Widen
+from compiled_mtp.scheduler.planner import Planner
 from compiled_mtp.scheduler.prefix import PrefixCache
 from compiled_mtp.scheduler.replay import drop_rows
-from compiled_mtp.scheduler.resources import Resources, ScheduledRequest
+from compiled_mtp.scheduler.resources import Resources
+from compiled_mtp.scheduler.round_shapes import Depth, Widen
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
 
 class GuidedWindow(NamedTuple):
@@ -148,7 +149,7 @@ class Scheduler:
             if scheduled.phase is RequestPhase.WAITING:
                 live.setdefault(scheduled.request.request_id, []).append(scheduled)
             else:
-                self._outputs.append(self._cut_short(scheduled.request, "error", error))
+                self._outputs.append(cut_short(scheduled.request, "error", error, self._outputs))
         self._planner.waiting = {one.request.key: one for choices in live.values() for one in choices}
         self._planner.reset()
         self._resources.reset()
@@ -401,12 +402,12 @@ class Scheduler:
             drafts = request.list_drafts(scheduled.drafts, num_known)
         if request.finish_reason is None:
             is_masked = index in result.all_masked
-            error = _describe_masks(request) if is_masked else _describe_logits(request)
+            error = describe_masks(request) if is_masked else describe_logits(request)
             kind: ErrorKind = "parameters" if is_masked else "engine"
-            output = _last_output(request, "error", error, kept, text, drafts, kind)
+            output = last_output(request, "error", error, kept, text, drafts, kind)
         else:
             reason = request.finish_reason
-            output = _last_output(request, reason, request.error, kept, text, drafts, "parameters")
+            output = last_output(request, reason, request.error, kept, text, drafts, "parameters")
         self._outputs.append(output)
         self._finish(scheduled)
 
@@ -455,28 +456,8 @@ class Scheduler:
             self._end(scheduled, "error", error)
 
     def _end(self, scheduled: ScheduledRequest, reason: FinishReason, error: str | None = None) -> None:
-        self._outputs.append(self._cut_short(scheduled.request, reason, error))
+        self._outputs.append(cut_short(scheduled.request, reason, error, self._outputs))
         self._finish(scheduled)
-
-    def _cut_short(self, request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
-        """End a request after its delivered tokens; return its last output, the same if called again."""
-        own = (output for output in reversed(self._outputs) if _is_of(output, request))
-        last = next(own, None)
-        text, entries = request.cut_short(reason, last)
-        has_prompt_logprobs = last is not None and last.prompt_logprobs is not None
-        return RequestOutput(
-            request.request_id,
-            [],
-            text,
-            request.metrics,
-            reason,
-            error,
-            entries,
-            request.index,
-            None if has_prompt_logprobs else request.take_prompt_logprobs(),
-            request.list_drafts(),
-            "engine" if reason == "error" else None,
-        )
 
     def _finish(self, scheduled: ScheduledRequest) -> None:
         choices = self._live[scheduled.request.request_id]
@@ -486,60 +467,6 @@ class Scheduler:
         self._planner.leave(scheduled)
         self._resources.give_back(scheduled)
         self._planner.drop_dead_round()
-
-
-def _is_of(output: RequestOutput, request: Request) -> bool:
-    return output.request_id == request.request_id and output.index == request.index
-
-
-def _last_output(
-    request: Request,
-    reason: FinishReason,
-    error: str | None,
-    token_ids: Sequence[int],
-    text: str,
-    drafts: list[RoundDrafts] | None,
-    error_kind: ErrorKind,
-) -> RequestOutput:
-    """End the request; return its last output, with its last tokens and their text."""
-    text += request.finish(reason)
-    entries = request.take_logprobs()
-    return RequestOutput(
-        request.request_id,
-        list(token_ids),
-        text,
-        request.metrics,
-        reason,
-        error,
-        entries,
-        request.index,
-        request.take_prompt_logprobs(),
-        request.list_drafts() if drafts is None else drafts,
-        error_kind if reason == "error" else None,
-    )
-
-
-def _describe_logits(request: Request) -> str:
-    return (
-        "logits must be finite, got NaN or infinity for position "
-        f"{request.prompt_len + len(request.output_token_ids)}; look for such numbers in the "
-        "checkpoint's weights, and for a dtype or kv_dtype that is too narrow for it"
-    )
-
-
-def _describe_masks(request: Request) -> str:
-    params = request.params
-    asked = {
-        "allowed_token_ids": params.allowed_token_ids is not None,
-        "bad_words": bool(params.bad_words),
-        "min_tokens": params.min_tokens > 0,
-        "the grammar": request.guide is not None,
-    }
-    names = ", ".join(name for name, is_asked in asked.items() if is_asked)
-    return (
-        f"{names} must leave a token to draw, got none for position "
-        f"{request.prompt_len + len(request.output_token_ids)}; allow more"
-    )
 
 
 def _is_new(scheduled: ScheduledRequest) -> bool:

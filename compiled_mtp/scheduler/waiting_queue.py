@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
-# Of this many admissions one goes to the request that arrived first.
+# One of this many admissions goes to the request that arrived first.
 _TURN_OF_THE_OLDEST = 8
 
 

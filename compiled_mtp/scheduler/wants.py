@@ -24,6 +24,9 @@ class Wants(NamedTuple):
     are_all_given: bool = False
 
 
+NOTHING = Wants()
+
+
 def wants_of(requests: Sequence[Request]) -> Wants:
     """Return what at least one of the requests needs."""
     has_drafts = any(request.params.include_drafts for request in requests)

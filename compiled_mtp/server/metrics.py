@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+# Sums over requests: names without their prefix, and what each counts.
+_SUMS = {
+    "prompt_tokens": "prompt tokens of finished requests",
+    "cached_prompt_tokens": "prompt tokens taken from the prefix cache",
+    "output_tokens": "tokens given to clients",
+    "drafted_tokens": "drafts of the MTP head, of finished requests",
+    "lookup_drafted_tokens": "drafts from the text of finished requests",
+    "lookup_accepted_tokens": "accepted drafts from the text",
+    "image_drafted_tokens": "drafts of finished requests with images",
+    "image_accepted_tokens": "accepted drafts of those",
+}
+
 
 class _Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -50,12 +62,8 @@ class Metrics(Collector):
         self._inter_token_s = _Histogram(_SECONDS)
         self._step_s = _Histogram(_SECONDS)
         self._new_tokens = _Histogram(tuple(range(1, 9)))
-        self._prompt_tokens = 0
-        self._output_tokens = 0
-        self._cached_tokens = 0
-        self._drafted = self._lookup_drafted = self._lookup_accepted = 0
-        # Of requests with images alone.
-        self._image_drafted = self._image_accepted = 0
+        self._sums = dict.fromkeys(_SUMS, 0)
+        # Drafts of the MTP head by their index in the chain.
         self._accepted: list[int] = []
         self._finished: Counter[str] = Counter()
         self._responses: Counter[tuple[str, int]] = Counter()
@@ -81,7 +89,7 @@ class Metrics(Collector):
         for output in outputs:
             choice, num_new = (output.request_id, output.index), len(output.new_token_ids)
             if num_new:
-                self._output_tokens += num_new
+                self._sums["output_tokens"] += num_new
                 last = self._last_s.get(choice)
                 if last is None:
                     self._first_token_s.add(output.metrics.time_to_first_token_s or 0.0)
@@ -109,38 +117,14 @@ class Metrics(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         """Yield every metric, as Prometheus' registry asks for them."""
         name = "compiled_mtp_{}".format
-        yield from (
-            CounterMetricFamily(
-                name("prompt_tokens"), "prompt tokens of finished requests", self._prompt_tokens
-            ),
-            CounterMetricFamily(
-                name("cached_prompt_tokens"), "prompt tokens taken from the prefix cache", self._cached_tokens
-            ),
-            CounterMetricFamily(name("output_tokens"), "tokens given to clients", self._output_tokens),
-            CounterMetricFamily(
-                name("drafted_tokens"), "drafts of the MTP head, of finished requests", self._drafted
-            ),
-            CounterMetricFamily(
-                name("lookup_drafted_tokens"),
-                "drafts from the text of finished requests",
-                self._lookup_drafted,
-            ),
-            CounterMetricFamily(
-                name("lookup_accepted_tokens"), "accepted drafts from the text", self._lookup_accepted
-            ),
-            CounterMetricFamily(
-                name("image_drafted_tokens"), "drafts of finished requests with images", self._image_drafted
-            ),
-            CounterMetricFamily(
-                name("image_accepted_tokens"), "accepted drafts of those", self._image_accepted
-            ),
-            self._first_token_s.family(
-                name("time_to_first_token_seconds"), "from arrival to the first token"
-            ),
-            self._inter_token_s.family(name("inter_token_latency_seconds"), "per token after the first"),
-            self._step_s.family(name("step_seconds"), "one step of the engine"),
-            self._new_tokens.family(name("new_tokens_per_round"), "tokens of one request in one round"),
+        for key, text in _SUMS.items():
+            yield CounterMetricFamily(name(key), text, self._sums[key])
+        yield self._first_token_s.family(
+            name("time_to_first_token_seconds"), "from arrival to the first token"
         )
+        yield self._inter_token_s.family(name("inter_token_latency_seconds"), "per token after the first")
+        yield self._step_s.family(name("step_seconds"), "one step of the engine")
+        yield self._new_tokens.family(name("new_tokens_per_round"), "tokens of one request in one round")
         yield _labelled(
             name("accepted_tokens"),
             "accepted drafts of the MTP head by index",
@@ -176,18 +160,18 @@ class Metrics(Collector):
         metrics = output.metrics
         self._last_s.pop((output.request_id, output.index), None)
         self._finished[str(output.finish_reason)] += 1
-        self._prompt_tokens += metrics.prompt_tokens
-        self._cached_tokens += metrics.cached_tokens
-        accepted = metrics.accepted_by_index
-        self._drafted += sum(metrics.drafted_by_index)
-        self._lookup_drafted += metrics.lookup_drafted
-        self._lookup_accepted += metrics.lookup_accepted
+        accepted, num_drafted = metrics.accepted_by_index, sum(metrics.drafted_by_index)
+        self._sums["prompt_tokens"] += metrics.prompt_tokens
+        self._sums["cached_prompt_tokens"] += metrics.cached_tokens
+        self._sums["drafted_tokens"] += num_drafted
+        self._sums["lookup_drafted_tokens"] += metrics.lookup_drafted
+        self._sums["lookup_accepted_tokens"] += metrics.lookup_accepted
         self._accepted += [0] * (len(accepted) - len(self._accepted))
         for index, count in enumerate(accepted):
             self._accepted[index] += count
         if metrics.image_tokens:
-            self._image_drafted += sum(metrics.drafted_by_index)
-            self._image_accepted += sum(accepted)
+            self._sums["image_drafted_tokens"] += num_drafted
+            self._sums["image_accepted_tokens"] += sum(accepted)
 
 
 def _labelled(name: str, text: str, label: str, values: object) -> CounterMetricFamily:

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from compiled_mtp.ops.find_drafts.reference import (
-    CHAIN_UNIT,
     DECAY,
+    LEAST_KEPT,
     LEAST_MATCH,
+    LEAST_THRESHOLD,
     MOST_MATCH,
+    MOST_THRESHOLD,
     RISE,
+    UNIT,
     Found,
     LookupState,
 )
@@ -45,13 +48,15 @@ def find_drafts(
         else:
             verified = verified if verify else 0
             if kept is not None and verified:
-                least = max(min(chain_kept, verify * CHAIN_UNIT), 1)
-                is_hit = (kept[request] - 1) * CHAIN_UNIT >= least
-                threshold = min(max(threshold + (-1 if is_hit else RISE), LEAST_MATCH), MOST_MATCH)
-            elif kept is not None and verify:
-                chain_kept += ((kept[request] - 1) * CHAIN_UNIT - chain_kept) >> DECAY
+                gained = (kept[request] - 1) * UNIT - max(min(chain_kept, verify * UNIT), LEAST_KEPT)
+                threshold = min(max(threshold - max(gained, -RISE), LEAST_THRESHOLD), MOST_THRESHOLD)
+            elif kept is not None:
+                if verify:
+                    chain_kept += ((kept[request] - 1) * UNIT - chain_kept) >> DECAY
+                if threshold > MOST_MATCH * UNIT:
+                    threshold -= UNIT
             length, place = _longest_match(token_ids[slot], last)
-            if length < threshold:
+            if length * UNIT < threshold:
                 length = 0
             else:
                 padded[request] = _continue(token_ids[slot], place, last, width)

@@ -15,7 +15,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.find_drafts.reference import CHAIN_UNIT, DECAY, LEAST_MATCH, MOST_MATCH, RISE
+from compiled_mtp.ops.find_drafts.reference import (
+    DECAY,
+    LEAST_KEPT,
+    LEAST_MATCH,
+    LEAST_THRESHOLD,
+    MOST_MATCH,
+    MOST_THRESHOLD,
+    RISE,
+    UNIT,
+)
 
 BLOCK = 512
 # Programs of one request at most, and of all requests together: about as many as a GPU holds at a time.
@@ -107,10 +116,12 @@ def choose_kernel(
     DRAFTS: tl.constexpr,
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
-    LEAST_MATCH: tl.constexpr,
     MOST_MATCH: tl.constexpr,
     PLACE_BITS: tl.constexpr,
+    LEAST_THRESHOLD: tl.constexpr,
+    MOST_THRESHOLD: tl.constexpr,
     RISE: tl.constexpr,
+    LEAST_KEPT: tl.constexpr,
     UNIT: tl.constexpr,
     DECAY: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,11 +146,13 @@ def choose_kernel(
     mean = tl.load(chain_kept + slot)
     if accepted is not None:
         kept = (tl.load(accepted + request * accepted_stride).to(tl.int32) - 1) * UNIT
-        is_hit = kept >= tl.maximum(tl.minimum(mean, verify * UNIT), 1)
-        moved = tl.minimum(tl.maximum(tl.where(is_hit, least - 1, least + RISE), LEAST_MATCH), MOST_MATCH)
-        least = tl.where(is_live & (verified > 0), moved, least)
+        gained = kept - tl.maximum(tl.minimum(mean, verify * UNIT), LEAST_KEPT)
+        moved = least - tl.maximum(gained, -RISE)
+        moved = tl.minimum(tl.maximum(moved, LEAST_THRESHOLD), MOST_THRESHOLD)
+        rested = tl.where(least > MOST_MATCH * UNIT, least - UNIT, least)
+        least = tl.where(is_live, tl.where(verified > 0, moved, rested), least)
         mean = tl.where(is_live & (verified == 0) & (verify > 0), mean + ((kept - mean) >> DECAY), mean)
-    is_taken = is_live & (length >= least)
+    is_taken = is_live & (length * UNIT >= least)
     last = tl.load(pos + slot).to(tl.int32)
     period = tl.maximum(last - place, 1)
     at = token_ids + slot * text_stride + place + 1 + lane % period
@@ -178,7 +191,8 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         token_ids, state_index, pos, best, chain, *args.lookup, drafts, args.accepted, left, matches,
         token_ids.stride(0), num_parts, chain.shape[1], verify, accepted_stride,
         DRAFTS=num_drafts, LANES=triton.next_power_of_2(num_drafts), PARTS=triton.next_power_of_2(num_parts),
-        LEAST_MATCH=LEAST_MATCH, MOST_MATCH=MOST_MATCH, PLACE_BITS=PLACE_BITS, RISE=RISE, UNIT=CHAIN_UNIT,
-        DECAY=DECAY, PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
+        MOST_MATCH=MOST_MATCH, PLACE_BITS=PLACE_BITS, LEAST_THRESHOLD=LEAST_THRESHOLD,
+        MOST_THRESHOLD=MOST_THRESHOLD, RISE=RISE, LEAST_KEPT=LEAST_KEPT, UNIT=UNIT, DECAY=DECAY,
+        PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
     return left, matches

@@ -13,11 +13,15 @@ from compiled_mtp.ops.signature import I32, I64, Remedy
 
 # A match of fewer ids is chance; longer ones are not told apart, and their latest place counts.
 LEAST_MATCH, MOST_MATCH = 3, 16
-# The threshold of a new request, and how far it rises after a miss; it falls by 1 after a hit.
-FIRST_THRESHOLD, RISE = 8, 2
-# The mean number of drafts that a chain keeps, in 1/256: of a new request; a round changes it by 2^-DECAY of
-# the difference.
-FIRST_CHAIN_KEPT, CHAIN_UNIT, DECAY = 256, 256, 3
+# Thresholds and means are in 1/256. The threshold of a new request, and its bounds: above MOST_MATCH the
+# request takes no match until rounds of its chain have lowered it.
+UNIT = 256
+FIRST_THRESHOLD, LEAST_THRESHOLD, MOST_THRESHOLD = 8 * UNIT, LEAST_MATCH * UNIT, (MOST_MATCH + 2) * UNIT
+# The most that a round raises a threshold, and the least mean of a chain that its drafts are compared with.
+RISE, LEAST_KEPT = 2 * UNIT, UNIT // 2
+# The mean number of drafts that the chain of a new request keeps; a round changes it by 2^-DECAY of the
+# difference.
+FIRST_CHAIN_KEPT, DECAY = 2 * UNIT, 3
 
 _SLOT_STATE = Remedy("pass the rows of SlotState")
 
@@ -26,7 +30,8 @@ class LookupState(NamedTuple):
     """What decides between looked-up drafts and a chain's, [slots] int32.
 
     matched: the match length of the slot's drafts, 0 for a chain's. threshold: the least length whose drafts
-    the slot takes, LEAST_MATCH to MOST_MATCH. chain_kept: how many drafts a chain kept lately, in 1/256.
+    the slot takes, in 1/256, LEAST_THRESHOLD to MOST_THRESHOLD. chain_kept: how many drafts a chain kept
+    lately, in 1/256.
     """
 
     matched: Annotated[Tensor, "slots", I32, _SLOT_STATE]
@@ -80,14 +85,14 @@ def find_drafts(
     nor drafted. state_index [B], 0 for padding. A match is the longest suffix of at most MOST_MATCH ids that
     ends at an earlier position too; of equal lengths, the latest position. The ids after it are the drafts; a
     match that runs into the end continues into itself, so that a period goes on. After an id of -1 drafts are
-    id 0. If the match has at least threshold[slot] ids, the slot gets these drafts; else chain [B, S], then
-    id 0. Mutates drafts [slots, D], D >= S, and matched. accepted [B, 2 + W]: `packed` of accept_window for
-    the round before, None for a first token. Looked-up drafts of that round hit if it kept one of them, and
-    as many as a chain keeps: the threshold then falls by 1, else it rises by 2. A chain's drafts change
-    chain_kept. A round of one row a request verified none and teaches nothing. A slot whose pos is N or more
-    matches nothing: its request has reached max_model_len. Integers only, so all ranks agree. The padding
-    keeps zeros. early: a fence (`Launch`) came after the kernel that wrote the last
-    tokens.
+    id 0. If the match has at least threshold[slot] / 256 ids, the slot gets these drafts; else chain [B, S],
+    then id 0. Mutates drafts [slots, D], D >= S, and matched. accepted [B, 2 + W]: `packed` of accept_window
+    for the round before, None for a first token. Looked-up drafts of that round lower the threshold by 1 id
+    for each that was kept beyond what a chain keeps, chain_kept or all, and raise it by 1 id, at most by
+    RISE, for each that was missing. A chain's drafts change chain_kept. In a round without looked-up drafts a
+    threshold above MOST_MATCH falls by 1 id. A slot whose pos is N or more matches nothing: its request has
+    reached max_model_len. Integers only, so all ranks agree. The padding keeps zeros. early: a fence
+    (`Launch`) came after the kernel that wrote the last tokens.
     """
     found = []
     for request, slot in enumerate(state_index.tolist()):
@@ -96,13 +101,13 @@ def find_drafts(
         if not slot:
             found.append(([0] * drafts.shape[1], 0, 0))
             continue
-        if accepted is not None and verify:
+        if accepted is not None:
             _learn(lookup, slot, kept=int(accepted[request, 0]) - 1, verify=verify)
         last = int(pos[slot])
         ids = token_ids[slot, : last + 1]
         length, place = _longest_match(ids) if last < token_ids.shape[1] else (0, 0)
         row = [*chain[request].tolist(), *[0] * (drafts.shape[1] - chain.shape[1])]
-        if length >= int(lookup.threshold[slot]):
+        if length * UNIT >= int(lookup.threshold[slot]):
             row = _continue(ids, place, drafts.shape[1])
         else:
             length = 0
@@ -115,14 +120,16 @@ def find_drafts(
 
 
 def _learn(lookup: LookupState, slot: int, kept: int, verify: int) -> None:
-    """Change a slot's threshold or its mean of kept drafts by a round that kept `kept` of `verify` drafts."""
+    """Change a slot's threshold or its mean by a round that kept `kept` of `verify` drafts."""
     threshold, chain_kept = int(lookup.threshold[slot]), int(lookup.chain_kept[slot])
-    if int(lookup.matched[slot]):
-        is_hit = kept * CHAIN_UNIT >= max(min(chain_kept, verify * CHAIN_UNIT), 1)
-        threshold += -1 if is_hit else RISE
-        lookup.threshold[slot] = min(max(threshold, LEAST_MATCH), MOST_MATCH)
-    else:
-        lookup.chain_kept[slot] = chain_kept + ((kept * CHAIN_UNIT - chain_kept) >> DECAY)
+    if verify and int(lookup.matched[slot]):
+        gained = kept * UNIT - max(min(chain_kept, verify * UNIT), LEAST_KEPT)
+        lookup.threshold[slot] = min(max(threshold - max(gained, -RISE), LEAST_THRESHOLD), MOST_THRESHOLD)
+        return
+    if verify:
+        lookup.chain_kept[slot] = chain_kept + ((kept * UNIT - chain_kept) >> DECAY)
+    if threshold > MOST_MATCH * UNIT:
+        lookup.threshold[slot] = threshold - UNIT
 
 
 def _longest_match(ids: Tensor) -> tuple[int, int]:

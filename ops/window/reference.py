@@ -175,6 +175,16 @@ def read_window(
     )
 
 
+def _remember(history: History, index: Tensor, start: Tensor, drawn: Tensor, num_new: Tensor) -> None:
+    """Add the first num_new [B] ids of drawn [B, W] to the histories of the slots that keep one."""
+    is_kept = (history.features[index] & (PENALTIES | BAD_WORDS)) != 0
+    for b in is_kept.nonzero().flatten().tolist():
+        new = drawn[b, : int(num_new[b])]
+        places = (start[b] + 1 + torch.arange(len(new), device=start.device)) % RECENT_IDS
+        history.output_counts[index[b]].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
+        history.recent_ids[index[b], places] = new
+
+
 # The window and the features of its slots are written before the head, a fence.
 @operator(
     mutates=("base", "pos", "last_token", "output_counts", "recent_ids", "token_ids"),
@@ -245,12 +255,7 @@ def accept_window(
     cursors.base[index] = torch.where(is_unfolded, base, start)
     cursors.pos[index] = start + num_new
     cursors.last_token[index] = bonus
-    is_kept = (history.features[index] & (PENALTIES | BAD_WORDS)) != 0
-    for b in is_kept.nonzero().flatten().tolist():
-        new = drawn[b, : int(num_new[b])]
-        places = (start[b] + 1 + torch.arange(len(new), device=start.device)) % RECENT_IDS
-        history.output_counts[index[b]].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
-        history.recent_ids[index[b], places] = new
+    _remember(history, index, start, drawn, num_new)
     if token_ids is not None:
         for b, first in enumerate(start.tolist()):
             count = max(min(int(num_new[b]), end - 1 - first), 0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.benchmarks import kernel_times
 from compiled_mtp.benchmarks import step_time as tool
 from compiled_mtp.benchmarks.gpu_rates import Rates
 from compiled_mtp.benchmarks.released_shapes import model_config
@@ -43,10 +44,10 @@ def test_a_kernel_that_waits_for_another_counts_from_its_end(
         event("product", 33.0, 50.0),
         event("norm", 34.0, 55.0),
     ]
-    spans = tool.own_spans(reversed(events))
+    spans = kernel_times.own_spans(reversed(events))
     assert spans == [("product", 20.0), ("norm", 3.0), ("product", 17.0), ("norm", 5.0)]
-    monkeypatch.setattr(tool, "TRACED_STEPS", 2)
-    tool.print_kernels(spans)
+    monkeypatch.setattr(kernel_times, "TRACED_STEPS", 2)
+    kernel_times.print_kernels(spans)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [["1", "18.5", "18.50", "product"], ["1", "4.0", "4.00", "norm"]]
 
@@ -178,13 +179,13 @@ class Profile:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark with a profiler that sees a step of two GPUs, whatever runs."""
+    """The traces of a profiler that always sees one step of two GPUs."""
     names = ("product", "gather_kernel", "void at::native::vectorized_gather_kernel<16>(char*)", "sum_kernel")
     names += ("ncclDevKernel_AllGather", "product")
     events = [event(name, 1e3 * index, 1e3 * (index + 1)) for index, name in enumerate(names)]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("torch.profiler.profile", lambda **_: Profile(events))
-    return tool
+    return kernel_times
 
 
 def test_as_many_requests_are_traced_as_were_timed(traced: Any) -> None:
@@ -231,7 +232,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def test_saved_rows_of_the_same_case_are_shown_beside_ours(
-    traced: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = {"device": "NVIDIA H100", "shape": "4b", "weights": "fp8", "mtp_step": 0, "batch": 1}
     others = [ROW | {name: value} for name, value in (other | {"context": 32768, "ranks": 2}).items()]
@@ -241,7 +242,7 @@ def test_saved_rows_of_the_same_case_are_shown_beside_ours(
     ours = (
         ROW | times | {"ranks": 1, "step_ms": 17.6, "graph_mode": "replay", "kernels": 9, "tokens_per_s": 1}
     )
-    traced.print_row(ours, read(path))
+    tool.print_row(ours, read(path))
     _, text, line = capsys.readouterr().out.splitlines()
     assert text.endswith(
         "vLLM 0.26.0 20.000 to 22.000 ms (1.14 to 1.25 of ours), compiled-mtp 16.000 ms (0.91 of ours)"

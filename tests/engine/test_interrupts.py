@@ -37,7 +37,7 @@ REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
 }
 HOST = (
     "engine.py",
-    "request.py",
+    "request",
     "runner",
     "rounds",
     "step.py",
@@ -435,7 +435,7 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
         drain(engine, told)
         return told
 
-    files = ("engine.py", "runner/runner.py", *PROGRAMS, "scheduler", "request.py", "cache")
+    files = ("engine.py", "runner/runner.py", *PROGRAMS, "scheduler", "request", "cache")
     armed = partial(Aim, files, is_armed=is_down.is_set)
     watch = armed()
     fail_twice(watch)
@@ -446,7 +446,7 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
         "forget_batches",
         "reset",
         "reset_progress",
-        "_last_output",
+        "last_output",
     }
     targets = [one for one in watch.targets() if one.function in inside and one.time == 1]
     for target in sample(targets, count):
@@ -503,8 +503,8 @@ def test_text_held_for_stop_strings_comes_once_with_its_tokens(
         update(result)
 
     monkeypatch.setattr(engine.scheduler, "update", interrupted if is_recovering else arm)
-    files = ("scheduler", "request.py", "sampling/stop_strings.py", "sampling/logprobs.py", "frontend")
-    functions = {"recover", "cut_short", "finish", "_last_output", "_cut_short", "flush", "take_logprobs"}
+    files = ("scheduler", "request", "sampling/stop_strings.py", "sampling/logprobs.py", "frontend")
+    functions = {"recover", "cut_short", "finish", "last_output", "flush", "take_logprobs"}
     if not is_recovering:
         functions |= {"_take_tokens", "append", "_take_text", "add", "take", "commit"}
 

@@ -13,11 +13,11 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.ops.find_drafts import LEAST_MATCH, MOST_MATCH, cpu
+from compiled_mtp.ops.find_drafts import LEAST_THRESHOLD, MOST_THRESHOLD, cpu
 from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds import drafters
 from compiled_mtp.sampling.logprobs import TokenLogprob
-from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.communicators.threads import engine_of as engine_of_ranks
 from tests.engine.test_request_features import write_small_checkpoint
@@ -37,8 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take what follows any match, whatever it was worth before."""
-    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
-    monkeypatch.setattr(cpu, "RISE", -1)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
+    monkeypatch.setattr(cpu, "RISE", 0)
 
 
 def requests() -> Given:
@@ -206,7 +206,7 @@ def test_either_source_in_any_round_changes_no_token(
     def at_random(launch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
             is_chain = torch.randint(0, 2, threshold.shape, generator=generator, dtype=torch.int32)
-            threshold.copy_(LEAST_MATCH + 2 * MOST_MATCH * is_chain)
+            threshold.copy_(LEAST_THRESHOLD + MOST_THRESHOLD * is_chain)
             return launch(*given, **named)
 
         return call

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_mtp.ops.find_drafts import LEAST_MATCH
+from compiled_mtp.ops.find_drafts import LEAST_THRESHOLD
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.rounds import drafters
 from tests.checkpoints import write_checkpoint
@@ -68,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Drafts are right, wrong or in between; or they come from the text wherever it has any."""
         self.has_lookup = has_lookup
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
+            patch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
             self.engine = make_engine(
                 checkpoint(),
                 mtp_step=mtp_step,

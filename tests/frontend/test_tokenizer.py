@@ -154,6 +154,32 @@ def test_chats_render_as_transformers_renders_them(
     assert expected.endswith("</think>\n\n" if "enable_thinking" in variables else "assistant\n")
 
 
+def test_marks_of_generated_text_render_as_transformers_renders_them(
+    folder: Path, tmp_path: Path, oracle: Any
+) -> None:
+    """Training libraries save templates in which `{% generation %}` marks the assistant's words."""
+    template = """{%- set seen = 'none' -%}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' -%}
+        {{- '<|im_start|>assistant\n' -}}
+        {% generation %}
+        {%- set seen = message.content -%}
+        {{- seen ~ loop.index ~ '<|im_end|>' }}
+        {% endgeneration %}
+    {%- else -%}
+        {{- message.content ~ seen }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{% generation %}{{ seen }}{% endgeneration %} {% endif -%}"""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    expected = oracle.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    tokenizer = Tokenizer(copy(folder, tmp_path, chat_template__jinja=template))
+    assert tokenizer.apply_chat_template(messages) == expected
+    assert "b2<|im_end|>" in expected
+
+
 def test_text_parts_are_joined_and_other_media_are_refused_by_name(tokenizer: Tokenizer) -> None:
     parts: list[dict[str, Any]] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "user\nab<|im_end|>" in tokenizer.apply_chat_template([{"role": "user", "content": parts}])

@@ -12,9 +12,9 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import RoundShape
-from compiled_mtp.ops.find_drafts import LEAST_MATCH, find_drafts
+from compiled_mtp.ops.find_drafts import LEAST_THRESHOLD, find_drafts
+from compiled_mtp.request import SamplingParams
 from compiled_mtp.rounds import drafters
-from compiled_mtp.runner import memory
 from tests.checkpoints import write_checkpoint
 from tests.engine.test_lookup import Found, crowd, requests, run
 from tests.engines import make_engine
@@ -110,8 +110,8 @@ def test_forced_drafts_from_the_text_change_no_token(
 ) -> None:
     from compiled_mtp.ops.find_drafts import kernel
 
-    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
-    monkeypatch.setattr(kernel, "RISE", -1)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
+    monkeypatch.setattr(kernel, "RISE", 0)
     engine = gpu_engine(checkpoint, mtp_step=mtp_step, max_batch=max_batch, lookup="auto", **options)
     shapes: list[RoundShape] = []
     found = run(engine, requests(), max_batch, shapes)
@@ -127,13 +127,25 @@ def test_wide_rounds_of_seven_drafts_change_no_token(
     """Where no memory is left for longer rings."""
     from compiled_mtp.ops.find_drafts import kernel
 
-    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
-    monkeypatch.setattr(kernel, "RISE", -1)
-    monkeypatch.setattr(memory, "_WIDE_SHARE", 0.0)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
+    monkeypatch.setattr(kernel, "RISE", 0)
+    monkeypatch.setattr("compiled_mtp.runner.max_batch._WIDE_SHARE", 0.0)
     engine = gpu_engine(checkpoint, mtp_step="auto", max_batch=12, lookup="auto", compile="off")
     shapes: list[RoundShape] = []
     assert run(engine, requests(), 2, shapes) == plain(checkpoint, "off")
     assert {shape.verify for shape in shapes if shape.verify > shape.chain} == {7}
+
+
+def test_a_text_may_repeat_itself_up_to_its_last_position(checkpoint: Path) -> None:
+    """A launch in flight reads a slot whose last round kept drafts beyond max_model_len."""
+    params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, allowed_token_ids=(5,))
+    engine = gpu_engine(checkpoint, max_model_len=128, max_batch=3, lookup="auto", compile="off")
+    for output, length in zip(
+        engine.generate([[5] * n for n in (20, 101, 33)], params), (20, 101, 33), strict=True
+    ):
+        assert output.new_token_ids == [5] * (128 - length)
+        assert output.error is None
+    assert engine.stats().speculation.lookup_accepted > 50
 
 
 @pytest.mark.parametrize("offload_gb", [0.0, None])
@@ -142,8 +154,8 @@ def test_preempted_requests_keep_their_text(
 ) -> None:
     from compiled_mtp.ops.find_drafts import kernel
 
-    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_MATCH)
-    monkeypatch.setattr(kernel, "RISE", -1)
+    monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
+    monkeypatch.setattr(kernel, "RISE", 0)
     sizes = {"max_batch": 4, "num_blocks": 7, "offload_gb": offload_gb, "compile": "off"}
     engine = gpu_engine(checkpoint, lookup="auto", **sizes)
     crowd(engine, -400)

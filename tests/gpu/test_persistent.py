@@ -26,7 +26,7 @@ def processors() -> int:
     "n, k, parts, chains",
     [(34816, 1024, 1, 1), (5120, 4096, 4, 2), (5120, 4096, 2, 4), (5120, 4096, 1, 8), (16480, 1024, 1, 4)],
 )
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
 def test_sums_have_the_bits_of_few_rows(n: int, k: int, parts: int, chains: int, index: int) -> None:
     from compiled_mtp.ops.linear.config import LinearConfig
     from compiled_mtp.ops.linear.kernel import launch_config
@@ -41,6 +41,33 @@ def test_sums_have_the_bits_of_few_rows(n: int, k: int, parts: int, chains: int,
         product = share_out(TILES[2][index], rows, n, k, parts, chains, False, 2, processors())
         got = launch_persistent(product, x[:rows], weight, torch.float32)
         assert torch.equal(got, wanted[:, :rows]), f"{rows} rows"
+    assert not zero_counters(x.device).any()
+
+
+@pytest.mark.parametrize(
+    "n, k, chains", [(5120, 10240, 4), (5120, 6144, 8), (2560, 5120, 4), (1000, 2048, 8)]
+)
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_programs_that_share_a_tile_have_the_bits_of_few_rows(
+    n: int, k: int, chains: int, index: int
+) -> None:
+    from compiled_mtp.ops.linear.config import LinearConfig
+    from compiled_mtp.ops.linear.kernel import launch_config
+    from compiled_mtp.ops.persistent_config import TILES, share_out, share_tiles
+    from compiled_mtp.ops.persistent_product import launch_persistent
+
+    x = torch.randn(300, k, device="cuda").bfloat16()
+    weight = (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16()
+    config = LinearConfig(16, 64, 64, 4, 3, 1, chains, 0, sequential=True)
+    wanted = launch_config(config, x, weight, None, True, keep_partials=True)
+    counts = set()
+    for rows in (1, 128, 129, 256, 300):
+        product = share_out(TILES[2][index], rows, n, k, 1, chains, False, 2, processors())
+        product = share_tiles(product, processors())
+        counts.add(product.parts)
+        got = launch_persistent(product, x[:rows], weight, torch.float32)
+        assert torch.equal(got, wanted[:, :rows]), f"{rows} rows"
+    assert max(counts) > 1
     assert not zero_counters(x.device).any()
 
 

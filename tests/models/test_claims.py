@@ -63,7 +63,10 @@ MODELOPT_122B = """{"config_groups":{"group_0":{"weights":{"dynamic":false,"num_
     ("text", "claims"),
     [
         (OFFICIAL_GPTQ, Claims(group_sizes=(128,), is_symmetric=True)),
-        (GPTQMODEL, Claims(group_sizes=(32, 64), zero_offset=0, is_symmetric=False)),
+        (
+            GPTQMODEL,
+            Claims(group_sizes=(32, 64), zero_offset=0, is_symmetric=False, is_reordered=True),
+        ),
         (AUTO_ROUND, Claims(group_sizes=(128,), zero_offset=1, is_symmetric=True)),
         (AWQ, Claims(group_sizes=(128,))),
         (PACK_QUANTIZED, Claims(group_sizes=(32,))),

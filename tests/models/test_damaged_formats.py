@@ -104,7 +104,24 @@ CASES: dict[str, tuple[Packer, dict[str, Any] | None, Damage, str]] = {
         "g_idx must have the shape [128], got [64]",
     ),
     "gptq other group": (gptq(64), GPTQ_INT4, lambda _: None, "as a group_size of [128] gives, got 2"),
-    "gptq act-order": (gptq(32), ASYM, shuffled, "g_idx must put column k into group k // 32"),
+    "gptq act-order that config.json does not name": (
+        gptq(32),
+        ASYM,
+        shuffled,
+        "g_idx must put column k into group k // 32, got another order; if that is right, config.json must",
+    ),
+    "gptq index past the groups": (
+        gptq(32),
+        ASYM | {"desc_act": True},
+        put("g_idx", (77,), 4),
+        "g_idx must lie in 0 to 3, got [4]; download",
+    ),
+    "gptq negative index": (
+        gptq(32),
+        ASYM | {"desc_act": True},
+        put("g_idx", (5,), -1),
+        "g_idx must lie in 0 to 3, got [-1]; download",
+    ),
     "gptq 3 bits": (
         gptq(32),
         ASYM,

@@ -46,6 +46,7 @@ INTEGERS = (
     "gptq-row",
     "gptq-asym",
     "gptq-v2-asym",
+    "gptq-act-order-of-static-groups",
     "auto-round-awq",
     "awq",
     "awq-g32",
@@ -99,6 +100,16 @@ def test_values_are_the_dequantised_ones(tmp_path: Path, name: str, world: int) 
             assert torch.equal(values_of(codes, parameter), values[parameter]), parameter
         for parameter in values.keys() - kept:
             assert torch.equal(codes[parameter], values[parameter]), parameter
+
+
+def test_columns_in_another_order_than_their_groups_are_multiplied_out(tmp_path: Path) -> None:
+    packer, config = FORMATS["gptq-act-order"]
+    directory = write_checkpoint(tmp_path / "model", **SIZES)
+    twin = quantise(directory, every_linear(packer), config)
+    formats = read_formats(read_model_config(directory), directory, CPU, None)
+    assert not any(form.group for form in formats.values())
+    found, wanted = loaded(directory, formats), loaded(twin, formats)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_packed_head_gives_the_logits_and_rows_of_its_values(tmp_path: Path) -> None:

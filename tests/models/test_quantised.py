@@ -28,9 +28,11 @@ LINEARS = re.compile(
 )
 
 
-def pack_config(group: int, bits: int = 4, *, symmetric: bool = True) -> dict[str, Any]:
+def pack_config(
+    group: int, bits: int = 4, *, symmetric: bool = True, actorder: str | None = None
+) -> dict[str, Any]:
     weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
-    weights |= {"strategy": "group", "group_size": group}
+    weights |= {"strategy": "group", "group_size": group, "actorder": actorder}
     if group < 0:
         weights |= {"strategy": "channel", "group_size": None}
     return tensors_config("pack-quantized", weights)
@@ -69,6 +71,15 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any] | None]] = {
     "gptq-v2-unsaid": (gptq(version=2), GPTQ_INT4),
     "gptq-v2-8-unsaid": (gptq(version=2, bits=8), GPTQ_INT4 | {"bits": 8}),
     "gptq-no-config": (gptq(64), None),
+    "gptq-act-order": (
+        gptq(32, symmetric=False, version=2, act_order=True),
+        GPTQ_INT4 | {"group_size": 32, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq-8-act-order": (
+        gptq(64, 8, act_order=True),
+        GPTQ_INT4 | {"bits": 8, "group_size": 64, "desc_act": True},
+    ),
+    "gptq-act-order-of-static-groups": (gptq(), GPTQ_INT4 | {"desc_act": True}),
     "auto-round-gptq": (
         gptq(with_indices=False, negative=True),
         AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"},
@@ -86,6 +97,10 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any] | None]] = {
     "pack-channel": (pack_quantized(-1), pack_config(-1)),
     "pack-asym": (pack_quantized(symmetric=False), pack_config(128, symmetric=False)),
     "pack-channel-asym": (pack_quantized(-1, symmetric=False), pack_config(-1, symmetric=False)),
+    "pack-act-order": (
+        pack_quantized(32, symmetric=False, act_order=True),
+        pack_config(32, symmetric=False, actorder="group"),
+    ),
     "pack-8": (pack_quantized(bits=8), pack_config(128, 8)),
     "pack-8-asym": (pack_quantized(32, 8, symmetric=False), pack_config(32, 8, symmetric=False)),
     "fp8-channel": (fp8(), tensors_config("float-quantized", FLOAT8 | {"strategy": "channel"})),

@@ -140,6 +140,8 @@ class Program:
             arange=lambda first, last, _: torch.arange(first, last),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
             maximum=lambda a, b: torch.maximum(as_tensor(a), as_tensor(b)),
+            min=torch.amin,
+            where=torch.where,
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
             exp=torch.exp,
             reshape=torch.reshape,
@@ -148,7 +150,7 @@ class Program:
             join=lambda left, right: torch.stack((left, right), -1),
             expand_dims=torch.unsqueeze,
             fma=lambda a, b, c: (a.double() * b + c).to(c.dtype),
-            load=lambda at, cache_modifier="": at.values[at.offset],
+            load=self.load,
             convert_layout=lambda value, _, assert_trivial=False: value,
             inline_asm_elementwise=assembly.run,
             # Integers have no NaN.
@@ -200,6 +202,14 @@ class Program:
         assert sem == "release"
         at.values[at.offset] = value
         self.flags_set += 1
+
+    def load(
+        self, at: Pointer, mask: torch.Tensor | None = None, other: Any = 0, cache_modifier: str = ""
+    ) -> torch.Tensor:
+        if mask is None:
+            return at.values[at.offset]
+        offset, mask = torch.broadcast_tensors(at.offset, mask)
+        return torch.where(mask, at.values[torch.where(mask, offset, 0)], other)
 
     def store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         assert self.has_waited, "nothing may be stored before the wait"
@@ -330,7 +340,7 @@ def start_multiply_add(
     return Unfinished(multiply_add(left, right.values, before, "ieee"))
 
 
-def finish(count: int, deps: list[torch.Tensor | Unfinished]) -> torch.Tensor:
+def finish(count: int, deps: list[torch.Tensor | Unfinished]) -> Any:
     assert count >= 0
-    (sums,) = deps
-    return sums.values if isinstance(sums, Unfinished) else sums
+    sums = tuple(one.values if isinstance(one, Unfinished) else one for one in deps)
+    return sums if len(sums) > 1 else sums[0]

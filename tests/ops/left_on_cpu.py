@@ -9,6 +9,8 @@ import torch
 
 from compiled_mtp.ops import left_large_m, left_launch, left_product
 from compiled_mtp.ops.device import Device
+from compiled_mtp.ops.moe_experts import codes
+from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS
 from tests.ops import gluon_on_cpu
 
 HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
@@ -42,3 +44,14 @@ def put_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (left_product, left_large_m, left_launch):
         monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
     monkeypatch.setattr(left_large_m, "describe_rows", gluon_on_cpu.Descriptor)
+
+
+def put_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let experts in codes run their products here; Triton's interpreter runs the launches around them."""
+    for name in ("gate_up_codes_kernel", "down_codes_kernel"):
+        monkeypatch.setattr(codes, name, OnCpu(getattr(codes, name)))
+
+    def options(x: torch.Tensor) -> dict[str, bool]:
+        return {"PDL": True, "launch_pdl": True, **OPTIONS}
+
+    monkeypatch.setattr(codes, "launch_options", options)

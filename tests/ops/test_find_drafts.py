@@ -12,7 +12,9 @@ from compiled_mtp.ops.find_drafts import (
     FIRST_CHAIN_KEPT,
     FIRST_THRESHOLD,
     LEAST_MATCH,
+    LEAST_THRESHOLD,
     MOST_MATCH,
+    MOST_THRESHOLD,
     LookupState,
     find_drafts,
 )
@@ -75,7 +77,8 @@ def arguments(
     chain = torch.randint(100, 200, (len(order), min(rng.randrange(4), num_drafts)), generator=draw)
     matched = torch.randint(LEAST_MATCH, MOST_MATCH + 1, (slots,), generator=draw, dtype=torch.int32)
     matched *= torch.randint(0, 2, (slots,), generator=draw, dtype=torch.int32)
-    threshold = torch.randint(LEAST_MATCH, MOST_MATCH + 1, (slots,), generator=draw, dtype=torch.int32)
+    bounds = (LEAST_THRESHOLD, MOST_THRESHOLD + 1)
+    threshold = torch.randint(*bounds, (slots,), generator=draw, dtype=torch.int32)
     chain_kept = torch.randint(0, 8 * 256, (slots,), generator=draw, dtype=torch.int32)
     drafts = torch.randint(1, 99, (slots, num_drafts), generator=draw)
     matched[0] = drafts[0] = 0
@@ -90,12 +93,11 @@ def arguments(
 
 def learnt(matched: int, threshold: int, mean: int, kept: int, verify: int) -> tuple[int, int]:
     """The threshold and the mean after a round."""
-    if not verify:
-        return threshold, mean
-    if matched:
-        moved = threshold - 1 if kept and 256 * kept >= min(mean, 256 * verify) else threshold + 2
-        return min(max(moved, LEAST_MATCH), MOST_MATCH), mean
-    return threshold, mean + (256 * kept - mean) // 8
+    if matched and verify:
+        moved = threshold - max(256 * kept - max(min(mean, 256 * verify), 128), -512)
+        return min(max(moved, LEAST_THRESHOLD), MOST_THRESHOLD), mean
+    rested = threshold - 256 if threshold > 256 * MOST_MATCH else threshold
+    return rested, mean + (256 * kept - mean) // 8 if verify else mean
 
 
 @pytest.mark.parametrize("function", [find_drafts, find_drafts.reference], ids=["cpu", "reference"])
@@ -119,7 +121,7 @@ def test_ten_thousand_texts(function: Any) -> None:
                 kept = int(accepted[row, 0]) - 1
                 threshold, mean = learnt(matched, threshold, mean, kept, verify or 0)
             length, wanted = expected(texts[slot - 1], drafts.shape[1])
-            if length < threshold:
+            if 256 * length < threshold:
                 length, wanted = 0, chain[row].tolist() + [0] * (drafts.shape[1] - chain.shape[1])
             assert got.drafts[row].tolist() == drafts[slot].tolist() == wanted, (seed, slot)
             assert got.matches[row].tolist() == [matched if verify else 0, length]
@@ -139,8 +141,9 @@ def test_the_padding_learns_nothing() -> None:
 
 def at_the_end(extra: int) -> tuple[Any, ...]:
     """Texts of one repeated id, of which the first one's last token lies `extra` positions behind its row."""
-    args = arguments([[7] * 48, [7] * 40], 3, width=47)
+    args = arguments([[7] * 48, [7] * 40], 3, verify=None, width=47)
     args[2][1] = 47 + extra
+    args[4].threshold.fill_(LEAST_THRESHOLD)
     return args
 
 
@@ -174,9 +177,26 @@ def test_a_repeated_text_is_looked_up_sooner_and_a_wrong_match_later() -> None:
     for num_new in (1, 4, 4, 1, 4, 1):
         find_drafts(token_ids, *rest, drafts, torch.tensor([[num_new, 0, 0, 0, 0, 0]]))
         seen.append(int(lookup.threshold[1]))
-    # The first round verified a chain's drafts.
-    assert seen == [FIRST_THRESHOLD + change for change in (0, -1, -2, 0, -1, 1)]
+    # The first round verified a chain's drafts and kept none of them: 1.75 of a chain's are kept since.
+    changes = [0, -1.25, -2.5, -0.75, -2, -0.25]
+    assert seen == [FIRST_THRESHOLD + 256 * change for change in changes]
     assert drafts[1].tolist() == [20, 21, 22]
+
+
+def test_a_request_whose_longest_matches_are_wrong_leaves_them_to_its_chain_for_a_while() -> None:
+    ids = list(range(20, 40)) * 2
+    token_ids = torch.tensor([[0] * 60, ids + [0] * 20], dtype=torch.int32)
+    one = torch.ones(2, dtype=torch.int32)
+    lookup = LookupState(0 * one, FIRST_THRESHOLD * one, 3 * 256 * one)
+    rest = (torch.tensor([1], dtype=torch.int32), torch.tensor([0, 39]), torch.tensor([[7]]), lookup)
+    drafts, matches = torch.zeros(2, 3, dtype=torch.int64), []
+    for _ in range(24):
+        # Looked-up drafts keep none, the chain's all.
+        num_new = 1 if int(lookup.matched[1]) else 4
+        found = find_drafts(token_ids, *rest, drafts, torch.tensor([[num_new, 0, 0, 0, 0, 0]]))
+        matches.append(int(found.matches[0, 1]))
+    # After five misses the threshold is 18. Two rounds of the chain lower it to 16, the next miss raises it.
+    assert matches == [*[16] * 5, *[0, 0, 16] * 6, 0]
 
 
 @pytest.mark.parametrize("verify", [None, 0, 3, 15])

@@ -19,6 +19,7 @@ from compiled_mtp.ops.persistent_config import (
     choose_product,
     find_persistent,
     share_out,
+    share_tiles,
 )
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
@@ -32,8 +33,11 @@ FP8 = torch.float8_e4m3fn
 SHARED_BYTES = 227 * 1024
 HOPPER = Device("sm_90", SHARED_BYTES, True, True, 132)
 # Only steps take time: every task that can be cut is cut.
-SMALL = PersistentTile(128, 128, 3, 1.0, 0.0, 0.0, 0.0)
-WIDE = PersistentTile(128, 256, 2, 1.0, 0.0, 0.0, 0.0)
+SMALL = PersistentTile(128, 128, 0, 3, 1.0, 0.0, 0.0, 0.0)
+WIDE = PersistentTile(128, 256, 0, 2, 1.0, 0.0, 0.0, 0.0)
+# Two strips of weight rows.
+V = PersistentTile(128, 128, 32, 3, 1.0, 0.0, 0.0, 0.0)
+W = PersistentTile(128, 128, 64, 3, 1.0, 0.0, 0.0, 0.0)
 Operands = tuple[torch.Tensor, ...]
 
 
@@ -88,7 +92,7 @@ def share(
     tile: PersistentTile, x: torch.Tensor, n: int, parts: int, chains: int, shares: int
 ) -> PersistentProduct:
     """Return how `shares` programs per row tile share a product, or fewer if there are fewer tasks."""
-    (rows, k), tasks = x.shape, -(-n // tile.block_n) * parts
+    (rows, k), tasks = x.shape, -(-n // (tile.block_n + tile.rest_n)) * parts
     steps = k * x.element_size() // (parts * STEP_BYTES)
     return PersistentProduct(tile, parts, chains, -(-rows // tile.block_m), tasks, steps, min(tasks, shares))
 
@@ -111,6 +115,11 @@ def share(
         (WIDE, 150, 700, 1024, 1, 8, 2),
         (SMALL, 20, 300, 1024, 2, 4, 5),
         (SMALL, 20, 300, 1024, 4, 2, 7),
+        (V, 20, 700, 640, 1, 1, 2),
+        (V, 140, 700, 1024, 1, 8, 3),
+        (V, 20, 630, 1024, 1, 4, 3),
+        (W, 20, 700, 1024, 1, 4, 3),
+        (W, 140, 700, 1024, 2, 2, 3),
     ],
 )
 def test_sums_have_one_order(
@@ -134,6 +143,22 @@ def test_sums_have_one_order(
     assert not zero_counters(x.device).any()
 
 
+@pytest.mark.parametrize("tile", [SMALL, V])
+@pytest.mark.parametrize("rows, chains, processors", [(140, 4, 40), (20, 8, 24), (20, 8, 99), (260, 2, 40)])
+def test_programs_share_a_tile(
+    kernel: persistent_on_cpu.Kernel, tile: PersistentTile, rows: int, chains: int, processors: int
+) -> None:
+    x, weight = ordered(rows, 600, 1024)
+    product = share_tiles(share_out(tile, rows, 600, 1024, 1, chains, False, 2, processors), processors)
+    assert product.is_shared
+    assert product.parts * product.chains == chains
+    assert product.shares * product.row_tiles <= processors
+    (got,) = module.launch_persistent(product, x, weight, torch.float32)
+    assert torch.equal(got, sum_parts(x, weight, 1, chains)[0])
+    assert sum(program.flags_set for program in kernel.programs) > 0
+    assert not zero_counters(x.device).any()
+
+
 @pytest.mark.parametrize(
     "tile, rows, n, parts, chains, shares",
     [
@@ -141,6 +166,7 @@ def test_sums_have_one_order(
         (SMALL, 130, 320, 2, 2, 5),
         (SMALL, 140, 1100, 1, 1, 2),
         (SMALL, 20, 300, 1, 4, 2),
+        (SMALL, 140, 640, 2, 4, 3),
     ],
 )
 def test_blocks_have_one_order(
@@ -160,7 +186,7 @@ def test_blocks_have_one_order(
     assert sum(program.flags_taken for program in kernel.programs) > 0
 
 
-@pytest.mark.parametrize("tile, shares", [(WIDE, 3), (SMALL, 3)])
+@pytest.mark.parametrize("tile, shares", [(WIDE, 3), (SMALL, 3), (W, 4)])
 def test_a_gated_product_is_silu_mul_of_the_rounded_sums(
     kernel: persistent_on_cpu.Kernel, tile: PersistentTile, shares: int
 ) -> None:
@@ -175,18 +201,21 @@ def test_a_gated_product_is_silu_mul_of_the_rounded_sums(
 
 def test_all_processors_work_equally_long() -> None:
     """27B's products of 256 rows leave few processors idle, have the tile that was faster, and it fits."""
-    for width, k, parts, chains, gated, is_cut, block_n in (
-        (17408, 5120, 1, 1, True, True, 256),
-        (5120, 17408, 4, 2, False, True, 128),
-        (16480, 5120, 1, 2, False, False, 128),
+    for width, k, parts, chains, gated, is_cut, strips in (
+        (17408, 5120, 1, 1, True, True, (256, 0)),
+        (5120, 17408, 2, 4, False, True, (128, 0)),
+        (5120, 6144, 2, 4, False, False, (128, 32)),
+        (16480, 5120, 1, 2, False, False, (128, 0)),
+        (5120, 10240, 1, 4, False, False, (128, 32)),
     ):
         product = choose_product(256, width, k, parts, chains, gated, 2, 132)
-        assert product.tile.block_n == block_n
+        assert (product.tile.block_n, product.tile.rest_n) == strips
+        assert product.is_shared == (k == 10240)
         assert product.shares * product.row_tiles >= 120
         assert product.shares <= product.tasks
         assert product.is_cut == is_cut
     for tile in (tile for tiles in TILES.values() for tile in tiles):
-        size = tile.num_stages * (STEP_BYTES * (tile.block_m + tile.block_n) + 16)
+        size = tile.num_stages * (STEP_BYTES * (tile.block_m + tile.block_n + tile.rest_n) + 16)
         assert size + 1024 <= SHARED_BYTES
         # Two warpgroups of 64 rows; the copy engine takes at most 256 rows per copy.
         assert tile.block_m == 128
@@ -225,13 +254,21 @@ def test_which_products_are_persistent() -> None:
     assert find(HOPPER, 65, 34816, 5120, FP8)
     assert not find(HOPPER, 64, 248320, 5120, FP8)
     assert not find(HOPPER, 256, 5120, 6144)
+    # Programs share the chains of a large weight; without four chains the work decides.
+    assert find(HOPPER, 128, 5120, 10240, chains=4)
+    assert not find(HOPPER, 127, 5120, 10240, chains=4)
+    assert not find(HOPPER, 128, 5120, 10240, chains=2)
+    assert not find(HOPPER, 512, 1024, 2048, chains=8)
     assert find(HOPPER, 512, 5120, 6144)
     assert not find(HOPPER, MOST_ROWS + 1, 34816, 5120)
     # Before a norm, the weight decides.
     for dtype in (torch.bfloat16, FP8):
         assert find(HOPPER, 129, 2560, 4096, dtype, 2, 4)
-        assert not find(HOPPER, 128, 5120, 17408, dtype, 2, 4)
+        assert not find(HOPPER, 128, 2560, 4096, dtype, 2, 4)
         assert not find(HOPPER, 1024, 1024, 4096, dtype, 2, 4)
+    assert not find(HOPPER, 128, 5120, 17408, parts=2, chains=4)
+    assert find(HOPPER, 65, 5120, 17408, FP8, 4, 2)
+    assert not find(HOPPER, 64, 5120, 17408, FP8, 4, 2)
     # Other GPUs, and the interpreter.
     assert not find(Device("sm_100", SHARED_BYTES, True, True, 148), 256, 34816, 5120)
     assert not find(Device("sm_90", SHARED_BYTES, False, False, 3), 256, 34816, 5120)

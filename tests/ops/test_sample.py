@@ -306,6 +306,25 @@ def test_greedy_rows_on_a_cpu_are_those_of_the_specification(value: float) -> No
         assert_same_bits(draw(case), sample.reference(*arguments(case)))
 
 
+@pytest.mark.parametrize("feature", [PENALTIES, BIAS, STOP_IDS, BAD_WORDS])
+def test_each_processor_forbids_a_greedy_request_its_peak_on_a_cpu(feature: int) -> None:
+    """The short path for greedy rows is for requests without any."""
+    logits = torch.zeros(2, 50)
+    logits[:, 7], logits[:, 9] = 3.0, 2.0
+    tables: dict[str, Any] = {
+        PENALTIES: {"presence_penalty": 1.5, "output_counts": torch.ones(3, 50, dtype=torch.int32)},
+        BIAS: {"bias": torch.zeros(3, 50)},
+        STOP_IDS: {"stop_ids": torch.full((3, 1), 7), "min_position": 20},
+        BAD_WORDS: {"bad_words": [[[7]]] * 3},
+    }[feature]
+    if feature == PENALTIES:
+        tables["output_counts"][:, 9] = 0
+    if feature == BIAS:
+        tables["bias"][:, 7] = -100.0
+    assert draw(make_case(logits, 2)).token.tolist() == [7, 7]
+    assert draw(make_case(logits, 2, **tables)).token.tolist() == [9, 9]
+
+
 def test_a_low_temperature_draws_evenly_and_does_not_overflow() -> None:
     logits = torch.full((4000, 4), 20.0)
     logits[:, 3] = 19.0

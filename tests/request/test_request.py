@@ -192,6 +192,55 @@ def take(request: Request, *rounds: str) -> tuple[str, int, str | None]:
     return text, len(request.output_token_ids), request.finish_reason
 
 
+@given(
+    text=st.text("abes", min_size=12, max_size=12),
+    sizes=st.lists(st.integers(1, 8), min_size=12, max_size=12),
+    min_tokens=st.integers(0, 8),
+    stop=st.sampled_from([(), ("ab",), ("sa", "bb", "aba")]),
+    max_tokens=st.sampled_from([8, 11, 100]),
+)
+def test_a_request_ends_at_the_same_token_in_any_rounds(
+    text: str, sizes: list[int], min_tokens: int, stop: tuple[str, ...], max_tokens: int
+) -> None:
+    """min_tokens may be reached inside a round, and a stop may follow in it."""
+    found = []
+    for rounds in ([1] * 12, sizes):
+        request = make_request(max_tokens, eos="e", stop=stop, min_tokens=min_tokens, logprobs=0)
+        parts, left = [""], text
+        while left and request.finish_reason is None:
+            tokens, left = left[: rounds[0]], left[rounds[0] :]
+            rounds = rounds[1:]
+            ids = list(map(ord, tokens))
+            parts.append(request.append(ids, len(ids) - 1, 0.0, logprobs=rows_of(tokens))[1])
+        entries = request.take_logprobs()
+        found.append(("".join(parts), request.output_token_ids, request.finish_reason, entries))
+    assert found[0] == found[1]
+
+
+class HoldingDetokenizer(CharDetokenizer):
+    """Token i is chr(i) and half a character, which the next token makes whole or `flush` gives up."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def add(self, token_id: int) -> str:
+        text, self.held = self.held + chr(token_id), "\ufffd"
+        return text
+
+    def flush(self) -> str:
+        text, self.held = self.held, ""
+        return text
+
+
+def test_no_half_character_follows_a_stop_string() -> None:
+    params = SamplingParams(max_tokens=9, stop=("b",), include_stop=True)
+    request = Request("r", [1, 2, 3], params, detokenizer=HoldingDetokenizer())
+    assert take(request, "ab") == ("a\ufffdb", 2, "stop")
+    params = SamplingParams(max_tokens=2)
+    request = Request("r", [1, 2, 3], params, detokenizer=HoldingDetokenizer())
+    assert take(request, "ab") == ("a\ufffdb\ufffd", 2, "length")
+
+
 class ScriptGuide:
     """A grammar of one text; after it, it ends, or with `is_broken` can take no token."""
 

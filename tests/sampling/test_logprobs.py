@@ -8,13 +8,13 @@ import random
 import pytest
 
 from compiled_mtp.plan import RowLogprobs
-from compiled_mtp.request import StopStrings
 from compiled_mtp.sampling.logprobs import (
     LogprobQueue,
     TokenLogprob,
     TopLogprob,
     make_entries,
 )
+from compiled_mtp.sampling.stop_strings import StopStrings
 from tests.sampling.grammars import IM_END, TOKENIZER
 
 ROWS = RowLogprobs(

@@ -118,7 +118,7 @@ def test_after_an_interrupted_step_waiting_requests_go_on(delay: int, steps: int
 @pytest.mark.parametrize("delay", [0, 1])
 def test_recover_may_be_interrupted_anywhere_and_called_again(delay: int) -> None:
     """Every request that had begun ends once with an error, and waiting requests go on."""
-    files = ("scheduler", "cache", "request.py")
+    files = ("scheduler", "cache", "request")
 
     def down(aim: Aim, steps: int) -> None:
         scheduler = make_scheduler(max_in_flight=delay, max_batch=2)

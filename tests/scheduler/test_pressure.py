@@ -15,7 +15,7 @@ from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import Request, RequestOutput, RoundDrafts
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.phases import RequestPhase
-from compiled_mtp.scheduler.resources import ScheduledRequest
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 from tests.fake_runner import (
     FakeRunner,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_mtp.request import LOOKED_UP, RequestHistory, RequestMetrics, RequestOutput
+from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
+from compiled_mtp.request.metrics import LOOKED_UP
 from compiled_mtp.server.generation import RoundCounter, Usage
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.spec.engine_stats import EngineStats
@@ -31,7 +32,7 @@ def test_drafts_count_what_was_verified() -> None:
     }
     assert RoundCounter().take(output) == {"drafted": 5, "accepted": 1}
     metrics.on_step([output], 0.1, Stats())  # type: ignore[arg-type]
-    assert (metrics._drafted, metrics._cached_tokens) == (5, 512)
+    assert (metrics._sums["drafted_tokens"], metrics._sums["cached_prompt_tokens"]) == (5, 512)
 
 
 def test_cached_tokens_are_a_sum_over_prompts() -> None:

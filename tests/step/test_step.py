@@ -295,6 +295,17 @@ def outputs(step: Step, slots: list[int], mtp_step: int) -> Sequence[OutputRow]:
         return StepOutput.unpack(step.decode(index, RoundShape(mtp_step, mtp_step)), mtp_step + 1)
 
 
+def test_the_padding_keeps_no_drafts() -> None:
+    """Padding rows of the next round verify ids 0 whatever the last one left."""
+    # With caches of NaN the draft would draw id 0.
+    step = tiny.build_step(CONFIGS["dense"], 3, is_poisoned=False)
+    start(step, [1, 2])
+    for slots in ([1, 0, 2, 0], [0, 2], [1, 0]):
+        tiny.decode(step, slots)
+        assert not step.slots.drafts[0].any()
+    assert step.slots.drafts[1:3].any(dim=1).all()
+
+
 @pytest.mark.parametrize("mtp_step", [0, 3])
 @pytest.mark.parametrize("where", ["weight", "final norm"])
 def test_logits_that_are_not_finite_are_reported_at_once(mtp_step: int, where: str) -> None:

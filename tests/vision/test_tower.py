@@ -85,6 +85,8 @@ def rewrite(directory: Path, file: str, **changes: Any) -> None:
         ({"out_hidden_size": 64}, r"out_hidden_size must equal the text model's hidden_size \(128\), got 64"),
         ({"depth": 0}, "depth must be an integer of at least 1, got 0"),
         ({"patch_size": 14}, "patch_size must be 14 in preprocessor_config.json"),
+        ({"temporal_patch_size": 10**30}, "temporal_patch_size must be at most 64, got 1000000"),
+        ({"hidden_size": 1 << 40}, "hidden_size must be at most 65536, got 1099511627776"),
     ],
 )
 def test_a_config_that_is_not_supported_is_named(broken, changes, message):

@@ -210,6 +210,14 @@ def launches(capability: int) -> Iterator[LaunchCase]:
     for rows, dtype in ((4, BF16), (128, BF16), (4, FP32)):
         call = functools.partial(product, rows=rows, n=96, k=5120, dtype=dtype, kind="side")
         yield LaunchCase(f"side-96x5120-{dtype_label(dtype)}-{rows}", call)
+    # The MTP layer's fc and a product before a norm: programs share tiles, tiles have two strips.
+    for rows, n, k, kind in (
+        (128, 5120, 10240, "product"),
+        (200, 5120, 10240, "product"),
+        (200, 5120, 6144, "parts2"),
+    ):
+        call = functools.partial(product, rows=rows, n=n, k=k, dtype=BF16, kind=kind)
+        yield LaunchCase(f"shared-{n}x{k}-{kind}-{rows}", call)
     yield from large_m_cases()
     yield from resident_cases()
     for entry in read_table().get(f"sm_{capability}", {}):

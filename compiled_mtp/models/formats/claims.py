@@ -34,13 +34,15 @@ class Claims:
 
     is_fp8: weights are FP8 in blocks of 128. group_sizes: of integer weights, -1 for one group per row; empty
     if not given. zero_offset: the number that GPTQ adds to a stored zero point, None if not given.
-    is_symmetric: whether all GPTQ weights are symmetric, None if not given.
+    is_symmetric: whether all GPTQ weights are symmetric, None if not given. is_reordered: columns of integer
+    weights may be in another order than their groups.
     """
 
     is_fp8: bool = False
     group_sizes: tuple[int, ...] = ()
     zero_offset: int | None = None
     is_symmetric: bool | None = None
+    is_reordered: bool = False
 
 
 def read_claims(root: Path) -> Claims:
@@ -93,6 +95,7 @@ def _gptq(section: dict[str, Any]) -> Claims:
         group_sizes=_group_sizes(parts),
         zero_offset=offsets[section.get("checkpoint_format")],
         is_symmetric=_agreed(parts, "sym"),
+        is_reordered=any(part.get("desc_act") is True for part in parts),
     )
 
 
@@ -130,7 +133,9 @@ def _compressed_tensors(section: dict[str, Any]) -> Claims:
         _check_key(part, "strategy", (None, "group", "channel"))
     whole = [{"group_size": -1} for part in integers if part.get("strategy") == "channel"]
     grouped = [part for part in integers if part.get("strategy") != "channel"]
-    return Claims(group_sizes=_group_sizes([*whole, *grouped]))
+    # "weight", or "static", quantises columns by importance and stores them in order.
+    is_reordered = any(part.get("actorder") in ("group", "dynamic", True) for part in integers)
+    return Claims(group_sizes=_group_sizes([*whole, *grouped]), is_reordered=is_reordered)
 
 
 def _check_algorithms(section: dict[str, Any], name: str) -> None:

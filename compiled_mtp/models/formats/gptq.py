@@ -1,7 +1,8 @@
 """GPTQ, and AutoRound's auto_gptq: integers of 4 or 8 bits, packed along the columns, with zero points.
 
 `qweight` [K * bits / 32, N], `qzeros` [K / g, N * bits / 32], `scales` [K / g, N], maybe `g_idx` [K].
-W[n, k] = (q[k, n] - z[k // g, n] - offset) * scales[k // g, n]; the offset is 1 (version 1) or 0 (version 2).
+W[n, k] = (q[k, n] - z[i, n] - offset) * scales[i, n]; the offset is 1 (version 1) or 0 (version 2). The group
+i is k // g, or with desc_act (act-order) g_idx[k].
 Scales may be negative. Sources: AutoGPTQ and GPTQModel; AutoRound.
 """
 
@@ -31,6 +32,7 @@ class GPTQ(IntegerWeight):
     """A linear in GPTQ's packing."""
 
     scales = "scales"
+    indices = "g_idx"
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qweight": ("I32", "I16"),
@@ -48,7 +50,8 @@ class GPTQ(IntegerWeight):
     def dtype(self) -> str:
         """The format in words."""
         version = 1 if self.zero_offset else 2
-        return f"GPTQ int{self.bits} (version {version}), groups of {self.group}"
+        order = "" if self.is_in_order else ", act-order"
+        return f"GPTQ int{self.bits} (version {version}), groups of {self.group}{order}"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
         """Return N and K, and set the bits, the group size and the zero offset.
@@ -65,8 +68,7 @@ class GPTQ(IntegerWeight):
         self.bits = int(bits)
         columns = words * WORD_BITS // self.bits
         self.group = self.find_group("scales", columns, groups, claims)
-        if "g_idx" in self.parts:
-            self.check_shape("g_idx", columns)
+        self.find_order(columns, claims)
         self._find_offset(claims)
         return rows, columns
 
@@ -88,13 +90,12 @@ class GPTQ(IntegerWeight):
         self.only_zero = middle - self.zero_offset if is_told else None
 
     def check_values(self) -> None:
-        """Raise ValueError unless columns are in order, scales are finite, and a symmetric weight's zero
-        points are all equal."""
-        if "g_idx" in self.parts:
-            self.check_group_indices("g_idx", self.group)
+        """Raise ValueError unless indices are right (`check_indices`), scales are finite, and a symmetric
+        weight's zero points are all equal."""
+        self.check_indices()
         self.check_finite("scales")
         if self.only_zero is not None:
-            # Of 32 / bits codes each: equal codes make equal words.
+            # A word holds 32 / bits codes; equal codes make equal words.
             both = torch.stack(torch.aminmax(self.whole("qzeros")))
             zeros = unpack_columns(both, self.bits)
             other = zeros[zeros != self.only_zero]
@@ -106,7 +107,7 @@ class GPTQ(IntegerWeight):
         self, rows: slice, columns: slice, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
         """The codes, zero points and scales."""
-        per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
+        per_word, groups = WORD_BITS // self.bits, self.groups(columns)
         # Transpose the words before unpacking: they are fewer than the codes.
         words = self.part("qweight", covering(columns, per_word), rows, device=device).T.contiguous()
         codes = unpack_columns(words, self.bits)[:, within(columns, per_word)]

@@ -2,7 +2,8 @@
 
 `weight_packed` [N, ceil(K * bits / 32)], `weight_scale` [N, K / g] or [N, 1], `weight_shape` [2]; asymmetric
 weights also have `weight_zero_point` [ceil(N * bits / 32), K / g], packed along N. Half of the range is added
-to codes and zero points before they are stored. W = (q - z) * scale. Source: compressed-tensors.
+to codes and zero points before they are stored. W = (q - z) * scale. With actorder "group", the group of each
+column is in `weight_g_idx` [K]. Source: compressed-tensors.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class PackQuantized(IntegerWeight):
     """A linear in compressed-tensors' packing of integers."""
 
     scales = "weight_scale"
+    indices = "weight_g_idx"
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "weight_packed": ("I32",),
@@ -50,7 +52,8 @@ class PackQuantized(IntegerWeight):
     def dtype(self) -> str:
         """The format in words."""
         kind = "asymmetric " if "weight_zero_point" in self.parts else ""
-        return f"pack-quantized {kind}int{self.bits}, groups of {self.group}"
+        order = "" if self.is_in_order else ", act-order"
+        return f"pack-quantized {kind}int{self.bits}, groups of {self.group}{order}"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
         """Return N and K of `weight_shape`. Raises ValueError for words or scales that do not fit them."""
@@ -68,21 +71,19 @@ class PackQuantized(IntegerWeight):
         self.group = self.find_group("weight_scale", columns, groups, claims)
         if "weight_zero_point" in self.parts:
             self.check_shape("weight_zero_point", -(-rows * self.bits // WORD_BITS), groups)
-        if "weight_g_idx" in self.parts:
-            self.check_shape("weight_g_idx", columns)
+        self.find_order(columns, claims)
         return rows, columns
 
     def check_values(self) -> None:
-        """Raise ValueError unless columns are in order and scales are finite."""
-        if "weight_g_idx" in self.parts:
-            self.check_group_indices("weight_g_idx", self.group)
+        """Raise ValueError unless indices are right (`check_indices`) and scales are finite."""
+        self.check_indices()
         self.check_finite("weight_scale")
 
     def codes(
         self, rows: slice, columns: slice, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
         """The codes, zero points and scales."""
-        per_word, groups = WORD_BITS // self.bits, covering(columns, self.group)
+        per_word, groups = WORD_BITS // self.bits, self.groups(columns)
         words = self.part("weight_packed", rows, covering(columns, per_word), device=device)
         codes = unpack_columns(words, self.bits)[:, within(columns, per_word)]
         zeros: torch.Tensor | int = 1 << (self.bits - 1)

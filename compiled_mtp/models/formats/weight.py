@@ -133,12 +133,3 @@ class PackedWeight(ABC):
             rule = f"hold as many groups of {columns} columns as a group_size of {sorted(said)} gives"
         check(len(sizes) == 1, self.parts[suffix].name, rule, groups, AGAIN)
         return sizes.pop()
-
-    def check_group_indices(self, suffix: str, group: int) -> None:
-        """Raise ValueError unless column k is in group k // group."""
-        stored = self.whole(suffix).long()
-        # With activation order a column's group follows from its importance instead.
-        is_in_order = torch.equal(stored, torch.arange(self.shape[1]) // group)
-        remedy = "groups in another order (act-order, desc_act) are not supported"
-        rule = f"put column k into group k // {group}"
-        check(is_in_order, self.parts[suffix].name, rule, "another order", remedy)

@@ -1,4 +1,4 @@
-"""Requests, their outputs and metrics, and the tokens that a request has gained so far. No torch.
+"""Request: what one request asks for, and the tokens that it has gained so far.
 
 The scheduler owns a request's phase and its resources on the device.
 """
@@ -8,23 +8,17 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from compiled_mtp.errors import quote
-from compiled_mtp.plan import ImageSpan, RowLogprobs
+from compiled_mtp.plan import ImageSpan, RowLogprobs, new_tuple
+from compiled_mtp.request.metrics import LOOKED_UP, MOST_KEPT, RequestHistory, RequestMetrics
+from compiled_mtp.request.output import FinishReason, RequestOutput, RoundDrafts
 from compiled_mtp.sampling.logprobs import LogprobQueue, TokenLogprob, make_entries
-from compiled_mtp.sampling.sampling_params import SamplingParams as SamplingParams
+from compiled_mtp.sampling.sampling_params import SamplingParams
 from compiled_mtp.sampling.stop_strings import StopStrings
-
-# Makes a named tuple in a third of the time of its class; for tuples made for each request and step.
-new_tuple = tuple.__new__
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-# The source of an error: the caller's parameters, which fail on any engine, or the engine and its device.
-ErrorKind = Literal["parameters", "engine"]
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -64,180 +58,8 @@ class Guide(Protocol):
         """Go back to the beginning of the output, to take its tokens again."""
 
 
-@dataclass(slots=True, eq=False)
-class RequestHistory:
-    """The counts behind the metrics of one request; it only grows, so that each metrics object is a prefix.
-
-    mtp_step: the most drafts of a chain; max_drafts: the most that a round verifies, 0 for mtp_step. rounds:
-    for each verify round, the drafts that it verified and kept, as verified * 16 + kept, plus LOOKED_UP if
-    they were looked up in the text. is_given: the output is given, so the rounds show nothing of drafts.
-    """
-
-    prompt_tokens: int
-    seed: int
-    mtp_step: int = 0
-    max_drafts: int = 0
-    rounds: list[int] = field(default_factory=list)
-    time_to_first_token_s: float | None = None
-    cached_tokens: int = 0
-    image_tokens: int = 0
-    is_given: bool = False
-
-
-class RequestMetrics(NamedTuple):
-    """Counts and times of one request up to the output that carries them; ratios are in `spec.stats`.
-
-    It does not change while the request goes on. rounds counts verify rounds. rounds and output_tokens leave
-    out what a stop cut off; the first output token comes from prefill, the others from the rounds. Times are
-    seconds from the request's arrival; total_s is that of its last token, or of its end. Each step makes one
-    for each request, so the expensive counts are computed on demand.
-    """
-
-    history: RequestHistory
-    rounds: int
-    output_tokens: int
-    total_s: float
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.history.prompt_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache held."""
-        return self.history.cached_tokens
-
-    @property
-    def image_tokens(self) -> int:
-        """Tokens of the prompt that are images."""
-        return self.history.image_tokens
-
-    @property
-    def seed(self) -> int:
-        """The seed of the sampling noise: given, derived or drawn."""
-        return self.history.seed
-
-    @property
-    def time_to_first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token; None before it."""
-        return self.history.time_to_first_token_s if self.output_tokens else None
-
-    @property
-    def rounds_by_accepted(self) -> list[int]:
-        """[max_drafts + 1] Verify rounds that kept exactly n drafts, for each n."""
-        chain, looked_up = self._count_rounds(0), self._count_rounds(LOOKED_UP)
-        return [sum(counts) for counts in zip(chain[0], looked_up[0], strict=True)]
-
-    @property
-    def drafted(self) -> int:
-        """Drafts that the rounds verified, from the MTP head and from the text."""
-        return sum(pair % LOOKED_UP // _MOST_KEPT for pair in self.history.rounds[: self.rounds])
-
-    @property
-    def accepted(self) -> int:
-        """Drafts that the rounds kept."""
-        return sum(pair % _MOST_KEPT for pair in self.history.rounds[: self.rounds])
-
-    @property
-    def accepted_by_index(self) -> list[int]:
-        """[mtp_step] Rounds that kept draft i + 1 of a chain, for each i."""
-        return _at_least(self._count_rounds(0)[0])[: self.history.mtp_step]
-
-    @property
-    def drafted_by_index(self) -> list[int]:
-        """[mtp_step] Rounds that had a draft i + 1 of a chain to verify, for each i."""
-        return _at_least(self._count_rounds(0)[1])[: self.history.mtp_step]
-
-    @property
-    def lookup_rounds(self) -> int:
-        """Verify rounds whose drafts were looked up in the text."""
-        return sum(self._count_rounds(LOOKED_UP)[0])
-
-    @property
-    def lookup_drafted(self) -> int:
-        """Drafts of these rounds."""
-        return sum(_at_least(self._count_rounds(LOOKED_UP)[1]))
-
-    @property
-    def lookup_accepted(self) -> int:
-        """Kept drafts of these rounds."""
-        return sum(_at_least(self._count_rounds(LOOKED_UP)[0]))
-
-    def _count_rounds(self, source: int) -> tuple[list[int], list[int]]:
-        """Return rounds of one source, 0 (a chain) or LOOKED_UP, by the number of kept drafts, and by the
-        number of verified drafts."""
-        width = max(self.history.mtp_step, self.history.max_drafts) + 1
-        kept, verified = [0] * width, [0] * width
-        for pair, count in Counter(self.history.rounds[: self.rounds]).items():
-            if pair & LOOKED_UP == source:
-                kept[pair % _MOST_KEPT] += count
-                verified[pair % LOOKED_UP // _MOST_KEPT] += count
-        return kept, verified
-
-
-def _at_least(counts: list[int]) -> list[int]:
-    """Return, for each n of at least 1, the sum of the counts from n on."""
-    return [sum(counts[n:]) for n in range(1, len(counts))]
-
-
-# Above every number of drafts that a round may verify.
-_MOST_KEPT = 16
-LOOKED_UP = 256
-"""Marks a round whose drafts were looked up in the request's text."""
 # The id in place of a missing draft, if a request skipped a round or was offloaded and so has fewer drafts.
 NO_DRAFT = 0
-
-
-class RoundDrafts(NamedTuple):
-    """The drafts of one verify round, in order; the first num_accepted were kept. is_looked_up: they stand in
-    the request's own text; otherwise the model's MTP head made them.
-
-    The kept drafts are the round's tokens; the token after them is the target's own, in place of the next
-    draft if there was one. A draft that a stop cut off counts as not kept.
-    """
-
-    token_ids: list[int]
-    num_accepted: int
-    is_looked_up: bool = False
-
-
-class RoutedExperts(NamedTuple):
-    """The experts that tokens were routed to: `data` holds little-endian int16 ids [tokens, layers, k], of
-    `shape`, the likeliest expert of each layer first."""
-
-    shape: tuple[int, int, int]
-    data: bytes
-
-
-class RequestOutput(NamedTuple):
-    """What one step gave one request: the new tokens and text, and how it ended if it did.
-
-    new_token_ids includes the token that ended the request; new_text includes its stop only with
-    `include_stop`. error: why the request ended with "error" or was ended by the engine with "abort", or
-    which limit ended it with "length" before max_tokens and max_model_len. index: that of the choice.
-    logprobs: one entry per token whose text is in new_text, None unless requested; entries are held back
-    with the text, and in the end there is one per token. prompt_logprobs: if requested, in the first
-    output of choice 0, one entry per prompt token except the first; None in all other outputs, and if the
-    request ended before its prompt was read. drafts: one entry per verify round that gave these tokens,
-    None unless requested. error_kind: the source of the error, None unless the request ended with
-    "error". routed_experts: those of the prompt and of all output tokens but the last, which no layer has
-    seen; in the last output of a request that asked for them, None in others and for one that was aborted or
-    failed.
-    """
-
-    request_id: str
-    new_token_ids: list[int]
-    new_text: str
-    metrics: RequestMetrics
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    index: int = 0  # type: ignore[assignment]  # OpenAI's name; it hides tuple.index, which is not used.
-    prompt_logprobs: list[TokenLogprob] | None = None
-    drafts: list[RoundDrafts] | None = None
-    error_kind: ErrorKind | None = None
-    routed_experts: RoutedExperts | None = None
 
 
 def _no_bytes(token_id: int) -> bytes:
@@ -256,9 +78,9 @@ class PromptImage(NamedTuple):
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
-    index: that of the choice, among those that share the request_id. bad_word_ids: the token ids of
-    `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's text
-    in bytes, for log probabilities. images: those of the prompt, in order. priority: a request of lower
+    index: the number of the choice, among the choices that share the request_id. bad_word_ids: the token ids
+    of `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's
+    text in bytes, for log probabilities. images: the prompt's images, in order. priority: a request of lower
     priority starts sooner. forced_ids: the whole output, if it is given instead of drawn: log probabilities
     are then its scores, and neither stop ids nor stop strings end it. error: why the grammar ended the
     request, or length_reason if that limit ended it before max_tokens and max_model_len. `max_output`,
@@ -288,7 +110,7 @@ class Request:
     metrics: RequestMetrics = field(init=False)
     _stop_strings: StopStrings = field(init=False)
     _stop_ids: frozenset[int] = field(init=False)
-    # Those of the stop ids that end the request.
+    # The stop ids that end the request: none if its output is given.
     _end_ids: frozenset[int] = field(init=False)
     _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
     _new_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -380,10 +202,9 @@ class Request:
 
         num_drafts: the drafts of the verify round that emitted the tokens; None for the token of a prefill.
         All tokens were drafts except the last; with has_bonus False, the last too. is_looked_up: the drafts
-        were looked up in the text. There may be more kept
-        tokens than drafts, because a round verifies id 0 in place of a missing draft. now_s: the time by
-        time.monotonic(). logprobs: those of token_ids, if requested. Sets finish_reason and error. Call
-        `commit` once the output can be taken.
+        were looked up in the text. There may be more kept tokens than drafts, because a round verifies id 0
+        in place of a missing draft. now_s: the time by time.monotonic(). logprobs: the log probabilities of
+        token_ids, if requested. Sets finish_reason and error. Call `commit` once the output can be taken.
         """
         kept, text, output = token_ids, "", self.output_token_ids
         num_before = len(output)
@@ -414,7 +235,7 @@ class Request:
             # A stop that cut the round cut its bonus token off.
             if has_bonus and num_kept == len(token_ids):
                 num_kept -= 1
-            rounds.append(max(num_drafts, num_kept) * _MOST_KEPT + num_kept)
+            rounds.append(max(num_drafts, num_kept) * MOST_KEPT + num_kept)
             if is_looked_up:
                 rounds[-1] += LOOKED_UP
         self.metrics = new_tuple(RequestMetrics, (history, len(rounds), len(output), total_s))
@@ -482,7 +303,7 @@ class Request:
         if drafts is None:
             return []
         last = self.history.rounds[-1]
-        verified, kept = divmod(last % LOOKED_UP, _MOST_KEPT)
+        verified, kept = divmod(last % LOOKED_UP, MOST_KEPT)
         own = list(drafts[num_known : num_known + verified])
         # The ids 0 that it verified in place of missing drafts may have been right too.
         return [RoundDrafts(own + [NO_DRAFT] * (verified - len(own)), kept, last >= LOOKED_UP)]
