@@ -178,7 +178,7 @@ class Engine(WeightControl):
     def step(self) -> list[RequestOutput]:
         """Plan, run and read one launch: prompt chunks or a decode round. Returns the new outputs.
 
-        With a launch in flight the outputs are those of the previous step. A launch that fails ends its
+        With a launch in flight it returns the outputs of the previous step. A launch that fails ends its
         requests with finish_reason "error"; the others go on. An exception that leaves a step (Ctrl-C) ends
         all requests that had left the queue, because the state of their launch is unknown; the next step
         returns their last outputs. Raises ValueError while another thread steps.
@@ -444,7 +444,7 @@ class Engine(WeightControl):
 
     @property
     def num_threads(self) -> int | None:
-        """CPU threads that compute a step, those of the whole process; None on a GPU."""
+        """CPU threads that compute a step, a setting of the whole process; None on a GPU."""
         return torch.get_num_threads() if self.runner.spec.device.type == "cpu" else None
 
     @property

@@ -23,9 +23,9 @@ PlanKind: TypeAlias = Literal["encode", "prefill", "first", "decode", "verify", 
 
 
 class Location(NamedTuple):
-    """Where rows are: those of a request in a slot on the device ("slot") or a host record ("host"); those of
-    a prompt's state in a state snapshot on the device ("snapshot") or in a record of the prefix cache's host
-    tier ("prefix_host").
+    """Where rows are. A request's rows are in a slot on the device ("slot") or in a host record ("host"); the
+    rows of a prompt's state are in a state snapshot on the device ("snapshot") or in a record of the prefix
+    cache's host tier ("prefix_host").
     """
 
     tier: Literal["slot", "snapshot", "host", "prefix_host"]
@@ -168,8 +168,8 @@ class PromptChunk(NamedTuple):
     number of the chunk's tokens, a multiple of 64, the launch leaves the state in the last slot, for a state
     snapshot; 0 for none; above 0 in at most one chunk of a launch. next_ids: if the prompt's own log
     probabilities are wanted, the id that follows each of the tokens in the prompt, else empty; such a chunk
-    is alone in its launch. images: those of the prompt that begin before the chunk's end; the features of
-    those that it touches have been encoded.
+    is alone in its launch. images: the prompt's images that begin before the chunk's end; the features of
+    images that the chunk touches have been encoded.
     """
 
     token_ids: tuple[int, ...]
@@ -201,11 +201,12 @@ class StepPlan:
     move: nothing is launched; the result comes when every copy planned so far is complete.
 
     logprobs: the most likely ids that a request wants listed, at most 20, or -1 for no log probabilities;
-    only first and accept have them. has_processed_logprobs: a request wants those of the logits after masks,
-    temperature and filters too. is_guided: a grammar masks some rows. wants_drafts: the result names the next
-    round's drafts. is_given: the whole output of every request of a first or accept is given, so nothing is
-    drafted. saves: copies of the chunks' states to state snapshots; complete when the plan's result comes.
-    catches_up: before a decode or verify, the draft model reads the deferred draft inputs of the slots.
+    only first and accept have them. has_processed_logprobs: a request also wants the log probabilities of the
+    logits after masks, temperature and filters. is_guided: a grammar masks some rows. wants_drafts: the
+    result names the next round's drafts. is_given: the whole output of every request of a first or accept is
+    given, so nothing is drafted. saves: copies of the chunks' states to state snapshots; complete when the
+    plan's result comes. catches_up: before a decode or verify, the draft model reads the deferred draft
+    inputs of the slots.
     """
 
     step_id: int
@@ -263,10 +264,10 @@ class StepResult:
     every id of that row is masked. drafts: the next round's, if the plan wants them, else empty. matches:
     with lookup, the match lengths of the drafts that a round verified and of those that the launch leaves, 0
     for a chain's; else empty. copies_done: ids of complete copies. copies_failed: ids of copies that never
-    began because there was no memory for their target. logprobs: those of token_ids, if the plan wants them,
-    else empty; prompt_logprobs: those of plan.next_ids. is_late: the device finished at an unknown time
-    before the host read the result, as a CPU always does. With an error, none of the plan's copies still
-    runs.
+    began because there was no memory for their target. logprobs: the log probabilities of token_ids, if the
+    plan wants them, else empty; prompt_logprobs: the log probabilities of plan.next_ids. is_late: the device
+    finished at an unknown time before the host read the result, as a CPU always does. With an error, none of
+    the plan's copies still runs.
     """
 
     plan: StepPlan

@@ -91,10 +91,10 @@ class SlotSizes(NamedTuple):
 class Drafter:
     """A source of drafts; `rounds.drafters` has them all. No drafter decides a token.
 
-    name: in the key of a graph cache. propose(step, inputs, drafts): its drafts [B, S], or those of the
-    drafter before it, [B, 0] for the first; with `matches` if it has stored them in the slots. rows(sizes):
-    what it keeps of each request. shapes(depths): the rounds in which its drafts are verified, for chains of
-    these depths.
+    name: in the key of a graph cache. propose(step, inputs, drafts) returns drafts [B, S]: its own or
+    `drafts`, which the drafter before it proposed ([B, 0] for the first drafter), with `matches` if it has
+    stored them in the slots. rows(sizes): what it keeps of each request. shapes(depths): the rounds in which
+    its drafts are verified, for chains of these depths.
     """
 
     name: str
@@ -347,7 +347,8 @@ class Step(nn.Module):
     ) -> torch.Tensor:
         """Run the draft model on inputs (token, hidden before it) of M rows; mutates its KV.
 
-        token_ids [M], or the tokens' embeddings [M, H]. Returns hidden [M, H], or that of kept_rows alone.
+        token_ids [M], or the tokens' embeddings [M, H]. Returns hidden [M, H], or the hidden states of
+        kept_rows alone.
         """
         assert self.draft is not None
         assert self.kv_cache.draft is not None

@@ -81,8 +81,8 @@ class StepOutput(NamedTuple):
     num_new [B]: tokens gained, 0 for padding. num_finite [B]: how many of these, from the first on, could be
     drawn; a request whose num_finite is below num_new must end there, because the next row's logits are not
     finite. It is -1 - num_finite if all ids of that row are masked instead. tokens [B, W]: the first num_new
-    are the request's. drafts [B, S]: those of the next round. matches [B, 2], with lookup: the match lengths
-    of the drafts that the round verified and of `drafts`, 0 for a chain's.
+    are the request's. drafts [B, S]: the drafts of the next round. matches [B, 2], with lookup: the match
+    lengths of the drafts that the round verified and of `drafts`, 0 for a chain's.
     """
 
     num_new: torch.Tensor

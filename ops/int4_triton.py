@@ -1,8 +1,4 @@
-"""Device code of products with four-bit weights (ops.int4), one unit of 128 columns at a time.
-
-Codes are decoded in the registers that the tensor cores read, to exact q - z. The products of a group's
-columns are summed in a tensor core, multiplied by the scale in float32 and added to the total.
-"""
+"""Decodes units of four-bit weights (ops.int4) to exact q - z in bfloat16."""
 
 from __future__ import annotations
 
@@ -65,49 +61,3 @@ def minus_of(group, words):
     """The bfloat16 number -(128 + z) in the high half of a group's word, for every word of its columns."""
     minus = (group >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.broadcast_to(minus[None, :], words.shape)
-
-
-@triton.jit
-def add_scaled(product, group, total, SCALE: tl.constexpr):
-    """total plus the product of one group's columns times its scale."""
-    return tl.fma(product, tl.zeros_like(product) + scale_of(group, SCALE)[None, :], total)
-
-
-@triton.jit
-def load_unit(words_at, group_at, n, PER_UNIT: tl.constexpr, ON_DEVICE: tl.constexpr):
-    """The four slices [32, BN] of one unit of weight rows as exact q - z, and the words of its groups.
-
-    words_at [32, BN] and group_at [BN] point to the unit's words and its first group; n: words from one group
-    to the next. PER_UNIT: groups of a unit.
-    """
-    words = tl.load(words_at)
-    groups = ()
-    for group in tl.static_range(PER_UNIT):
-        groups += (tl.load(group_at + group * n),)
-    values = decode(
-        words,
-        minus_of(groups[0], words),
-        minus_of(groups[PER_UNIT // 4], words),
-        minus_of(groups[PER_UNIT // 2], words),
-        minus_of(groups[PER_UNIT - 1], words),
-        ON_DEVICE,
-    )
-    return values, groups
-
-
-@triton.jit
-def add_unit(x_at, inside, values, groups, total, PER_UNIT: tl.constexpr, SCALE: tl.constexpr):
-    """total [BM, BN] plus the products of one unit's columns, group by group.
-
-    x_at [BM, 32] points to the unit's first 32 columns of each row; inside [BM, 1]: rows to load. values,
-    groups: as `load_unit` returns them.
-    """
-    product = tl.dot(tl.load(x_at, mask=inside, other=0.0), values[0])
-    for field in tl.static_range(1, 4):
-        columns = tl.load(x_at + field * 32, mask=inside, other=0.0)
-        if field % (4 // PER_UNIT) == 0:
-            total = add_scaled(product, groups[field * PER_UNIT // 4 - 1], total, SCALE)
-            product = tl.dot(columns, values[field])
-        else:
-            product = tl.dot(columns, values[field], product)
-    return add_scaled(product, groups[PER_UNIT - 1], total, SCALE)

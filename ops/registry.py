@@ -36,7 +36,8 @@ class Launch:
     of all earlier ones. Before the wait, a program touches nothing that another kernel writes or reads,
     except the operator's arguments `reads_early` and `stores_early`: their writers and readers must precede
     the last fence before this kernel. early_if: the argument of the operator that must be true for this; else
-    programs wait first.
+    programs wait first. reads_own: what it also reads then, written by a launch of the same call that
+    precedes a fence of the same call. waits_first: programs of this operator always wait first.
 
     A fence is a kernel that is launched without `launch_pdl`, or one with `is_fence`, which waits before it
     executes `gdc_launch_dependents()`. A kernel after a fence starts only when everything before the fence
@@ -49,6 +50,8 @@ class Launch:
     stores_early: tuple[str, ...] = ()
     is_fence: bool = False
     early_if: str = ""
+    reads_own: tuple[str, ...] = ()
+    waits_first: bool = False
 
 
 class Operator(Generic[P, R]):

@@ -160,23 +160,7 @@ def write_checkpoint(
         }
     if not is_moe or is_next:
         text["intermediate_size"] = intermediate_size
-    if is_next:
-        text |= {
-            "norm_topk_prob": norm_topk_prob,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "rope_theta": 1e7,
-        }
-        text |= {"partial_rotary_factor": 0.25, "rope_scaling": rope, "torch_dtype": "bfloat16"}
-    else:
-        default = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-        text["rope_parameters"] = default | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
-        text["rope_parameters"] |= rope or {}
-        text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "dtype": "bfloat16"}
-        text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-        text["layer_types"] = [
-            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
-        ]
+    text |= _next_fields(rope, norm_topk_prob) if is_next else _newer_fields(rope, num_layers, interval)
     config = _nest(text, family, tied, flat or is_next)
     if fp8_scale is not None:
         config["quantization_config"] = {
@@ -193,9 +177,7 @@ def write_checkpoint(
     for prefix, layout in (("layers.", trunk_experts or released), ("mtp.", mtp_experts or released)):
         if layout == "per_expert":
             weights = _unstack(weights, prefix)
-    keep = fp32_gates if fp32_gates is not None else not is_next
-    fp32 = re.compile(r"linear_attn\.(A_log|norm\.weight)$") if keep else re.compile(r"$^")
-    stored = {name: w if fp32.search(name) else w.to(torch.bfloat16) for name, w in weights.items()}
+    stored = _round(weights, has_fp32_gates=fp32_gates if fp32_gates is not None else not is_next)
     if fp8_scale is not None:
         stored = _quantize(stored, fp8_scale)
     if vision and not flat and not is_next:
@@ -208,6 +190,42 @@ def write_checkpoint(
         config.get("text_config", config)["eos_token_id"] = eos
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     return directory
+
+
+def _next_fields(rope: dict[str, Any] | None, norm_topk_prob: bool) -> dict[str, Any]:
+    """Return the fields of config.json that only Qwen3-Next has."""
+    return {
+        "norm_topk_prob": norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": rope,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _newer_fields(rope: dict[str, Any] | None, num_layers: int, interval: int) -> dict[str, Any]:
+    """Return the fields of config.json that the releases after Qwen3-Next have."""
+    default = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    default |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+    return {
+        "rope_parameters": default | (rope or {}),
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "dtype": "bfloat16",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "layer_types": [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)
+        ],
+    }
+
+
+def _round(weights: Mapping[str, torch.Tensor], *, has_fp32_gates: bool) -> dict[str, torch.Tensor]:
+    """Return the weights in bfloat16, except A_log and the gated norm if they stay in float32."""
+    fp32 = re.compile(r"linear_attn\.(A_log|norm\.weight)$" if has_fp32_gates else r"$^")
+    return {name: w if fp32.search(name) else w.to(torch.bfloat16) for name, w in weights.items()}
 
 
 def _nest(text: dict[str, Any], family: str, tied: bool, flat: bool) -> dict[str, Any]:

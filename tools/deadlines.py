@@ -11,6 +11,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+# Seconds in which a process must start.
+_START_S = 60.0
+
 
 @dataclass
 class Worker:
@@ -52,13 +55,13 @@ def stop(worker: Worker) -> None:
 
 
 def run_jobs(
-    work: Callable[[Any], str], jobs: Sequence[Any], workers: int, seconds: float, start_seconds: float = 60.0
+    work: Callable[[Any], str], jobs: Sequence[Any], workers: int, seconds: float
 ) -> Iterator[tuple[int, str]]:
     """Run jobs in up to `workers` processes; yield (index of the job, text from `work`) as they finish.
 
     work: a function at a module's top level. A job that takes longer than `seconds` yields "HUNG", and its
     process is killed with SIGKILL; a job whose process dies yields "DIED", one that raises "FAILED: ...".
-    Raises RuntimeError if a process has not started after `start_seconds`. Closing the iterator kills the
+    Raises RuntimeError if a process has not started after _START_S seconds. Closing the iterator kills the
     processes that still run.
     """
     waiting, active = deque(range(len(jobs))), list[Worker]()
@@ -66,7 +69,7 @@ def run_jobs(
         while waiting or active:
             starting = sum(worker.job < 0 for worker in active)
             while len(active) < workers and starting < len(waiting):
-                active.append(start(work, start_seconds))
+                active.append(start(work, _START_S))
                 starting += 1
             until = min(worker.deadline for worker in active)
             ready = wait([w.connection for w in active], max(0.0, until - time.monotonic()))
@@ -81,7 +84,7 @@ def run_jobs(
                 if job >= 0:
                     yield job, text
                 elif text:
-                    raise RuntimeError(f"a process must start within {start_seconds:.0f} s, got {text}")
+                    raise RuntimeError(f"a process must start within {_START_S:.0f} s, got {text}")
                 if text in ("HUNG", "DIED") or not waiting:
                     active.remove(worker)
                     stop(worker)

@@ -19,14 +19,14 @@ _SCRIPTS = ("etaoinshrdlucm", "оеаинтсрвлкмдп", "αεηιοτνσ�
 _MARKS = "()[]{}<>.,:;=+-*/_\"'#!?|& \n\t0123456789"
 
 
-def write_tokenizer(directory: Path, num_ids: int, seed: int = 0) -> None:
+def write_tokenizer(directory: Path, num_ids: int) -> None:
     """Write tokenizer.json and tokenizer_config.json with `num_ids` tokens, the last of them EOS.
 
     Raises ValueError for fewer than 257 tokens, the bytes and EOS.
     """
     if num_ids < 257:
         raise ValueError(f"num_ids must be at least 257, got {num_ids}; the bytes and the end are tokens")
-    rng = random.Random(seed)
+    rng = random.Random(0)
     pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocab = {character: index for index, character in enumerate(sorted(pre_tokenizer.alphabet()))}
     while len(vocab) < num_ids - 1:

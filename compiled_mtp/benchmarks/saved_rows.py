@@ -1,4 +1,4 @@
-"""Saved rows of a benchmark: those of another engine, or of another commit, beside ours.
+"""Saved rows of a benchmark: the rows of another engine or commit, shown beside ours.
 
 A file holds one JSON object per line, as the benchmarks print them; lines that do not begin with "{" are
 ignored.

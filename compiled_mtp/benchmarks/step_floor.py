@@ -67,7 +67,7 @@ def floor_bytes(runner: Runner, batch: int, context: int, *, has_own_drafts: boo
     config, rows = spec.model, batch * (mtp_step + 1)
     embedding = step.target.embed.weight
     head_bytes = step.target.head_bytes
-    # Of drafts' own weights, the names of those that are FP8 now.
+    # The names of the drafts' own weights that are FP8 now.
     rounded = spec.drafts.formats(config, spec.weight_formats).keys() - spec.weight_formats.keys()
 
     def read_bytes(name: str, parameter: torch.Tensor) -> int:

@@ -133,7 +133,7 @@ class Moves:
         )
 
     def wait(self, plan: StepPlan | None = None) -> None:
-        """Wait for all copies, and forget those of `plan`, or all for None, as copies under way."""
+        """Wait for all copies; the copies of `plan`, or all for None, no longer count as under way."""
         for copy_stream in self._copy_streams.values():
             copy_stream.wait(None if plan is None else plan.step_id)
 

@@ -56,7 +56,7 @@ class Chunk:
         """The number of prompts for which the chunk's snapshot is worth keeping.
 
         Among chunks that only lead to another chunk, those with a number divisible by 2^k live 2^k prompts: a
-        long prompt thus loses its own snapshots before those of other prompts.
+        long prompt thus loses its own snapshots before other prompts lose theirs.
         """
         is_inner = self.num_children == 1 or not self.is_entered
         return (

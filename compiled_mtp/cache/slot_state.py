@@ -11,7 +11,7 @@ from compiled_mtp.cache.slot_sampling import MAX_BAD_WORDS, MAX_STOP_IDS
 from compiled_mtp.cache.slot_tensors import SlotRow, SlotTensor
 from compiled_mtp.ops.features import RECENT_IDS
 
-# The rows' values at admission, besides those of the drafters' rows. Sampling parameters come with the
+# The rows' values at admission; drafters name the values of their own rows. Sampling parameters come with the
 # admission itself; the other rows are written before they are read.
 _INITIAL = {
     "base": 0,
@@ -38,9 +38,9 @@ class SlotState(nn.Module):
 
     base, pos, last_token, seed [slots] int64; drafts [slots, max(max_drafts, 1)] int64; block_table [slots,
     blocks] int32 (-1: not reserved); last_hidden [slots, hidden]: the target's hidden before the next prefill
-    chunk. The sampling tables are those of `SamplingTables`, written by `write_sampling`. A request whose
-    features need them counts its emitted tokens in output_counts [slots, vocab_size] and keeps the last ones
-    in recent_ids [slots, RECENT_IDS]. rotary_delta [slots] int64: as in `Admit`. forced_ids [slots,
+    chunk. The sampling tables are the fields of `SamplingTables`, written by `write_sampling`. A request
+    whose features need them counts its emitted tokens in output_counts [slots, vocab_size] and keeps the last
+    ones in recent_ids [slots, RECENT_IDS]. rotary_delta [slots] int64: as in `Admit`. forced_ids [slots,
     num_forced] int32, None for num_forced 0: the ids that are committed in the place of samples, by position;
     -1 for none. `rows`: what the drafters keep (rounds.drafters); of the other names below, those of lookup
     are None and those of the chain are missing.

@@ -89,7 +89,7 @@ def _run(flags: dict[str, Any], interrupts: Interrupts) -> int:
 def make_parser() -> Parser:
     """Return the parser: its own flags, and one for each field of SamplingParams and EngineConfig.
 
-    --seed sets the field of SamplingParams; that of EngineConfig has the same meaning.
+    --seed sets the field of SamplingParams; EngineConfig's `seed` has the same meaning.
     """
     parser = Parser(
         prog="compiled-mtp run",

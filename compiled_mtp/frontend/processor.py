@@ -63,7 +63,7 @@ class RequestProcessor:
     ) -> list[Request]:
         """Return one Request per choice, with the checkpoint's defaults filled in.
 
-        images: those of the pads in the prompt, in order, or of the content parts that hold none.
+        images: one for each pad in the prompt, in order, or for each content part that holds no image.
         continuation: the output, if it is given instead of drawn. Raises ValueError unless exactly one of
         prompt, prompt_token_ids and messages is given, and for an empty prompt, images that do not fit it or
         cannot be read, a prompt of max_model_len tokens or more, an id or a parameter out of range, and a

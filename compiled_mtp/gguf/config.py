@@ -100,6 +100,9 @@ def hf_config(container: Container) -> dict[str, Any]:
         raise metadata.fail(".block_count", f"be more than its {num_nextn} MTP layers", count)
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise fail(str(container.path), "hold token_embd.weight", "none", "download the file again")
+    is_whole = not _has_mtp(container) or any(name.startswith("blk.0.") for name in tensors)
+    remedy = "pass a file of the whole model; one that llama.cpp's converter makes by default has both"
+    check(is_whole, str(container.path), "hold the model's layers", "an MTP head alone", remedy)
     inner, heads = metadata.integer(".ssm.inner_size"), config["linear_num_value_heads"]
     if inner % heads:
         raise metadata.fail(".ssm.inner_size", f"be a multiple of {heads} value heads", inner)
@@ -130,7 +133,7 @@ def generation_config(container: Container) -> dict[str, Any]:
 
 
 def eos_token_ids(container: Container) -> list[int]:
-    """The ids that end a text or a turn: those that the metadata name, and those of the families."""
+    """The ids that end a text or a turn: the ids that the metadata name, and the ids of the families."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     named = {container.metadata[key] for key in keys if key in container.metadata}
     tokens = container.metadata.get("tokenizer.ggml.tokens", ())

@@ -41,7 +41,7 @@ _SETTLED_NS = 1_000_000_000
 class Tensor:
     """A tensor as its file describes it.
 
-    shape: [..., N, K], K contiguous. offset: that of its first byte in `file`.
+    shape: [..., N, K], K contiguous. offset: where its first byte is in `file`.
     """
 
     name: str

@@ -27,7 +27,7 @@ def stored_tensors(container: Container) -> dict[str, StoredTensor]:
 
 
 class _Part(NamedTuple):
-    """Rows [begin, end) of a weight: those of `tensor` from row `first` on."""
+    """Rows [begin, end) of a weight, stored as the rows of `tensor` from row `first` on."""
 
     tensor: Tensor
     first: int

@@ -1,7 +1,7 @@
 """Converts a GGUF file's tokenizer to Hugging Face's tokenizer.json and tokenizer_config.json. No torch.
 
 Source: llama.cpp's converter of byte-level BPE tokenizers, and the way llama.cpp splits text before merges.
-The normalisation is that of the checkpoints, NFC: the file does not name it.
+Text is normalised to NFC, as the checkpoints do: the file does not name a normalisation.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def text_fields(keys: Keys, top: dict[str, Any]) -> dict[str, Any]:
-    """Every field except the family's name and those of the FFN, from the text section `keys` and the top
-    level."""
+    """Every field except the family's name and the fields of the FFN, from the text section `keys` and the
+    top level."""
     values = keys.values
     # Both levels: a key that changes results must not be missed because it is outside the text section.
     for section in (values, top):

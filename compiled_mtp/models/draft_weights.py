@@ -18,7 +18,7 @@ from compiled_mtp.models.weight_format import FP8, PLAIN, W8A8, Formats, resolve
 from compiled_mtp.ops.device import memory_of
 from compiled_mtp.ops.fp8 import FP8_BLOCK, quantize_weight, scale_shape
 
-# Of a GPU's memory, the most that "auto" takes for an FP8 copy of the whole head.
+# The largest share of a GPU's memory that "auto" takes for an FP8 copy of the whole head.
 _HEAD_SHARE = 1 / 32
 
 
@@ -156,8 +156,8 @@ def plan_drafts(
 
     "auto" is FP8 for bfloat16 models on a GPU that converts it; a copy of the whole head also has to fit a
     32nd of the memory, free or not, that the process may take of the GPU, so that every start decides alike.
-    A head that is stored in fewer bits than bfloat16 is read as it is. Rows are quantised where those of FP8
-    releases are. Raises ValueError for FP8 on a GPU that cannot convert it.
+    A head that is stored in fewer bits than bfloat16 is read as it is. Rows are quantised wherever FP8
+    releases quantise them. Raises ValueError for FP8 on a GPU that cannot convert it.
     """
     if asked == "weights" or (asked == "auto" and dtype != torch.bfloat16):
         return DraftPlan(ids)
@@ -203,5 +203,5 @@ def _linears(model: ModelConfig) -> dict[str, int]:
 
 
 def _matrices(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A weight's matrices: itself, or those of a stack."""
+    """A weight's matrices: the weight itself, or the matrices of a stack."""
     return weight.unbind() if weight.dim() == 3 else (weight,)

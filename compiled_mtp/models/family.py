@@ -25,9 +25,9 @@ class Family:
     """A model family.
 
     model_types: its names in config.json, at the top level or in the text section. read(text section, top
-    level) returns the fields of ModelConfig except `family` and those of sampling; it raises ValueError for
-    features that the engine does not support. layout(config, stored names, formats) returns the layout of its
-    tensors, see `checkpoint_layout`. target and draft are called with (config, dtype, device, formats,
+    level) returns the fields of ModelConfig except `family` and the sampling defaults; it raises ValueError
+    for features that the engine does not support. layout(config, stored names, formats) returns the layout of
+    its tensors, see `checkpoint_layout`. target and draft are called with (config, dtype, device, formats,
     communicator).
     """
 

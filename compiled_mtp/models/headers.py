@@ -76,7 +76,7 @@ class ReadTensors:
 @dataclass(frozen=True)
 class Header:
     """A tensor as the header of its file describes it; `name` is the full name, with the prefix, and `offset`
-    that of its first byte in `file`."""
+    says where its first byte is in `file`."""
 
     file: Path
     name: str

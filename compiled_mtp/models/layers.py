@@ -110,7 +110,7 @@ class Linear(nn.Module):
         # A GPU sums a prompt's products of quantised rows without K splits.
         self.has_prompt_order = make.device.type != "cpu"
         self.whole_k = in_features * communicator.world if communicator is not None and is_before_norm else 0
-        # Of this rank's shard; the communicator adds the partials of all ranks.
+        # The partials of this rank's shard; the communicator adds the partials of all ranks.
         self.partial_counts = self._partial_counts()
         # `choose_resident` decides. A communicator needs fences. So does a draft's layer, which reads early
         # positions and slots that were written just before it: fc, which is never resident, is that fence.

@@ -66,7 +66,8 @@ class Pair:
 class StackPair:
     """The matrices A [E * r, K] and B [N, r * E] of a stack of E experts [E, N, K].
 
-    A has the r rows of one expert after those of another; B has column j of all experts, then column j + 1.
+    A has the r rows of expert 0, then the r rows of expert 1, and so on; B has column j of all experts, then
+    column j + 1.
     """
 
     a: Header

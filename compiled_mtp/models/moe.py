@@ -41,10 +41,10 @@ class MoE(nn.Module):
     """sum over the top-k experts of p_e down_e(silu(gate_e x) * up_e x), plus the gated shared expert.
 
     The stacks `gate_up` [E + 1, 2 * width, hidden] and `down` [E + 1, hidden, width] have one format, apart
-    from the groups of four-bit codes and the kinds of scaled codes. If it has factors, `gate_up_scale` and
-    `down_scale` hold those of each expert, else they are None. If the stacks are codes and the shared expert
-    is stored otherwise, or they are scaled codes, they have E experts, and `shared_gate_up` [2 * width,
-    hidden] and `shared_down` [hidden, width] hold it; else these are None.
+    from the groups of four-bit codes and the kinds of scaled codes. If the format has factors,
+    `gate_up_scale` and `down_scale` hold the factors of each expert, else they are None. If the stacks are
+    codes and the shared expert is stored otherwise, or they are scaled codes, they have E experts, and
+    `shared_gate_up` [2 * width, hidden] and `shared_down` [hidden, width] hold it; else these are None.
 
     record [blocks, block_size * top_k] int16: where `forward` records the experts of its rows; None for no
     record.
@@ -78,7 +78,7 @@ class MoE(nn.Module):
         self.quantizes_rows = make.format_of("gate_up").quantizes_rows
         self.has_codes = make.format_of("gate_up").group > 0
         forms = [make.format_of(name) for name in ("gate_up", "down")]
-        # Of scaled codes the kinds of both stacks, else None.
+        # The kinds of both stacks if they hold scaled codes, else None.
         self.kinds = (forms[0].parts[0].name, forms[1].parts[0].name) if forms[0].parts else None
         make.add_weight(self, "down", experts, *down)
         self.is_float32 = make.dtype == torch.float32
@@ -101,9 +101,9 @@ class MoE(nn.Module):
         if self.kinds is not None:
             assert gate_up is not None
             assert down is not None
-            return moe_experts_blocks(x, weights, ids, *self.codes, gate_up, down, *self.kinds, is_prefill)
+            return moe_experts_blocks(x, weights, ids, *self.codes, gate_up, down, *self.kinds)
         if self.has_codes:
-            return moe_experts_w4a16(x, weights, ids, *self.codes, gate_up, down, is_prefill)
+            return moe_experts_w4a16(x, weights, ids, *self.codes, gate_up, down)
         return moe_experts(x, weights, ids, *stacks, *scales, is_prefill)
 
     @property
@@ -131,8 +131,7 @@ class MoE(nn.Module):
             return moe_sums_w8a8(values, factors, weights, ids, *down, self.is_float32)
         if self.has_codes:
             gate_up, stack, gate_up_scale, stack_scale = self.codes
-            first = (gate_up, gate_up_scale, self.shared_gate_up, is_prefill)
-            hidden = gather(moe_hidden_w4a16(plain(x), ids, *first))
-            return moe_sums_w4a16(hidden, weights, ids, stack, stack_scale, self.shared_down, is_prefill)
+            hidden = gather(moe_hidden_w4a16(plain(x), ids, gate_up, gate_up_scale, self.shared_gate_up))
+            return moe_sums_w4a16(hidden, weights, ids, stack, stack_scale, self.shared_down)
         hidden = gather(moe_hidden(plain(x), ids, self.gate_up, scale, is_prefill))
         return moe_sums(hidden, weights, ids, self.down, self.down_scale, is_prefill)

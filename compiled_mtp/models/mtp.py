@@ -22,11 +22,11 @@ class DraftModel(nn.Module):
     """h' = norm(layer(fc [norm_e(embedding); norm_h(hidden)])), the embedding half first.
 
     `forward(table [V, H], token_ids [M], hidden [M, H], rows, kv, cos_sin, kept_rows)` returns h' [M, H], or
-    only that of kept_rows [N] int64. The shared head reads h', and the next pass of a chain takes it as
-    `hidden`. `table` is the target's embedding; `hidden` of a first pass is the target's hidden state after
-    its final norm. Writes the pairs' keys and values into `kv`. To pass embeddings [M, H] instead of token
-    ids, pass them as the table with the ids 0 .. M-1. `formats`: those of the parameters by their full names,
-    which begin with 'mtp.' here. `communicator`: connects the ranks if `config` is one rank's share.
+    only the rows kept_rows [N] int64 of it. The shared head reads h', and the next pass of a chain takes it
+    as `hidden`. `table` is the target's embedding; `hidden` of a first pass is the target's hidden state
+    after its final norm. Writes the pairs' keys and values into `kv`. To pass embeddings [M, H] instead of
+    token ids, pass them as the table with the ids 0 .. M-1. `formats`: those of the parameters by their full
+    names, which begin with 'mtp.' here. `communicator`: connects the ranks if `config` is one rank's share.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ def _check_blocks(piece: WeightShard, shape: tuple[int, ...], formats: Formats) 
     rows = (piece.source, piece.source + piece.rows)
     edges = [(column, shape[-1]) for column in columns]
     # Weights that are multiplied out have no factors, but their output columns, which are their rows, are
-    # quantised in groups by the next product; those of ffn.down are not.
+    # quantised in groups by the next product; the output columns of ffn.down are not.
     if form.group:
         is_whole = piece.start % int4.ROWS == piece.rows % int4.ROWS == 0
         got, remedy = f"rows {rows[0]} to {rows[1]}", "use fewer ranks"

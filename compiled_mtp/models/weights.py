@@ -52,8 +52,8 @@ from compiled_mtp.models.weight_format import (
 
 logger = logging.getLogger(__name__)
 
-# Values of a weight that are copied at a time, on a CPU and on a GPU. Those of a quantised weight take a
-# float32 and a few integers each.
+# Values of a weight that are copied at a time, on a CPU and on a GPU. A value of a quantised weight takes a
+# float32 and a few integers.
 _VALUES_AT_ONCE, _GPU_VALUES_AT_ONCE = 1 << 22, 1 << 24
 
 
@@ -180,17 +180,17 @@ def load_weights(
     """Copy the checkpoint in `path` into `parameters`, which are mutated.
 
     parameters: allocated, on any device and in their final dtype, with the names of the layout and the
-    formats of `formats`; they are those of `rank` of `world` ranks, while `config` is the whole model's. Only
-    what they hold is read. FP8 weights with a `_scale_inv` are copied with their factors to FP8 parameters,
-    and multiplied out for others. Quantised weights are packed again for parameters of codes; for others they
-    are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the parameters:
-    the largest shard of a plain tensor, and its product if it is multiplied out. progress: called with the
-    bytes done and the bytes in all. lora: the directory of an adapter to merge, see `read_merged`. weights:
-    read already, or given in place of files. copied: called with each stored tensor's full name once it is
-    copied. allow_extra: accept unused tensors. is_checked: search the parameters for NaN and infinity. Raises
-    ValueError before anything is copied, with the first tensors that are missing, unused, or of another shape
-    or dtype, and the first parameters that would not be filled; and afterwards with the first tensors that
-    are not finite.
+    formats of `formats`; they are the shards of `rank` of `world` ranks, while `config` is the whole model's.
+    Only what they hold is read. FP8 weights with a `_scale_inv` are copied with their factors to FP8
+    parameters, and multiplied out for others. Quantised weights are packed again for parameters of codes; for
+    others they are multiplied out in float32, some rows at a time, and rounded once. Host memory besides the
+    parameters: the largest shard of a plain tensor, and its product if it is multiplied out. progress: called
+    with the bytes done and the bytes in all. lora: the directory of an adapter to merge, see `read_merged`.
+    weights: read already, or given in place of files. copied: called with each stored tensor's full name once
+    it is copied. allow_extra: accept unused tensors. is_checked: search the parameters for NaN and infinity.
+    Raises ValueError before anything is copied, with the first tensors that are missing, unused, or of
+    another shape or dtype, and the first parameters that would not be filled; and afterwards with the first
+    tensors that are not finite.
     """
     weights = read_merged(config, Path(path), lora) if weights is None else weights
     whole, _ = checked_layout(config, path, weights, formats, with_mtp, allow_extra)

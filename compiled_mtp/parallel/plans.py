@@ -2,7 +2,7 @@
 
 A ring of bytes with one writer and one reader per rank. Each message is its length, its checksum and its
 pickle. A reader polls the ring for a moment and then sleeps until a byte comes through its pipe. The memory
-is that of a file without a name, which disappears with the last process.
+belongs to a file without a name, which disappears with the last process.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Call(NamedTuple):
 
     params: with a seed, so that every replica draws the same tokens. prefix: a key that requests share if
     their prompts begin alike, or None. avoid: ids of the replicas that lost or refused the request. images:
-    those of the prompt, which has all their pads.
+    the prompt's images; the prompt has all their pads.
     """
 
     prompt_token_ids: Sequence[int]

@@ -14,8 +14,8 @@ from compiled_mtp.replicas.routing import prefer
 class PrefixRouter(RequestRouter):
     """Prefers the replica of a call's prefix unless that replica has many requests more than another.
 
-    Avoids replicas that lost the call, if there are others. Of the remaining ones Ray takes the replica with
-    the shortest queue.
+    Avoids replicas that lost the call, if there are others. Ray then takes the remaining replica with the
+    shortest queue.
     """
 
     def initialize_state(self, max_imbalance: int = 4) -> None:

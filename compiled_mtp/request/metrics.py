@@ -37,8 +37,8 @@ class RequestMetrics(NamedTuple):
 
     It does not change while the request goes on. rounds counts verify rounds. rounds and output_tokens leave
     out what a stop cut off; the first output token comes from prefill, the others from the rounds. Times are
-    seconds from the request's arrival; total_s is that of its last token, or of its end. Each step makes one
-    for each request, so the expensive counts are computed on demand.
+    seconds from the request's arrival; total_s is the time of its last token, or of its end. Each step makes
+    one for each request, so the expensive counts are computed on demand.
     """
 
     history: RequestHistory

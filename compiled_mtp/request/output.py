@@ -38,15 +38,15 @@ class RequestOutput(NamedTuple):
 
     new_token_ids includes the token that ended the request; new_text includes its stop only with
     `include_stop`. error: why the request ended with "error" or was ended by the engine with "abort", or
-    which limit ended it with "length" before max_tokens and max_model_len. index: that of the choice.
-    logprobs: one entry per token whose text is in new_text, None unless requested; entries are held back
-    with the text, and in the end there is one per token. prompt_logprobs: if requested, in the first
-    output of choice 0, one entry per prompt token except the first; None in all other outputs, and if the
-    request ended before its prompt was read. drafts: one entry per verify round that gave these tokens,
-    None unless requested. error_kind: the source of the error, None unless the request ended with
-    "error". routed_experts: those of the prompt and of all output tokens but the last, which no layer has
-    seen; in the last output of a request that asked for them, None in others and for one that was aborted or
-    failed.
+    which limit ended it with "length" before max_tokens and max_model_len. index: the number of the choice.
+    logprobs: one entry per token whose text is in new_text, None unless requested; entries are held back with
+    the text, and in the end there is one per token. prompt_logprobs: if requested, in the first output of
+    choice 0, one entry per prompt token except the first; None in all other outputs, and if the request ended
+    before its prompt was read. drafts: one entry per verify round that gave these tokens, None unless
+    requested. error_kind: the source of the error, None unless the request ended with "error".
+    routed_experts: the experts of the prompt and of all output tokens but the last, which no layer has seen.
+    They come in the last output of a request that asked for them; None in other outputs, and for a request
+    that was aborted or failed.
     """
 
     request_id: str

@@ -78,9 +78,9 @@ class PromptImage(NamedTuple):
 class Request:
     """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
 
-    index: that of the choice, among those that share the request_id. bad_word_ids: the token ids of
-    `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's text
-    in bytes, for log probabilities. images: those of the prompt, in order. priority: a request of lower
+    index: the number of the choice, among the choices that share the request_id. bad_word_ids: the token ids
+    of `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's
+    text in bytes, for log probabilities. images: the prompt's images, in order. priority: a request of lower
     priority starts sooner. forced_ids: the whole output, if it is given instead of drawn: log probabilities
     are then its scores, and neither stop ids nor stop strings end it. error: why the grammar ended the
     request, or length_reason if that limit ended it before max_tokens and max_model_len. `max_output`,
@@ -110,7 +110,7 @@ class Request:
     metrics: RequestMetrics = field(init=False)
     _stop_strings: StopStrings = field(init=False)
     _stop_ids: frozenset[int] = field(init=False)
-    # Those of the stop ids that end the request.
+    # The stop ids that end the request: none if its output is given.
     _end_ids: frozenset[int] = field(init=False)
     _held_logprobs: LogprobQueue = field(default_factory=LogprobQueue)
     _new_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -202,10 +202,9 @@ class Request:
 
         num_drafts: the drafts of the verify round that emitted the tokens; None for the token of a prefill.
         All tokens were drafts except the last; with has_bonus False, the last too. is_looked_up: the drafts
-        were looked up in the text. There may be more kept
-        tokens than drafts, because a round verifies id 0 in place of a missing draft. now_s: the time by
-        time.monotonic(). logprobs: those of token_ids, if requested. Sets finish_reason and error. Call
-        `commit` once the output can be taken.
+        were looked up in the text. There may be more kept tokens than drafts, because a round verifies id 0
+        in place of a missing draft. now_s: the time by time.monotonic(). logprobs: the log probabilities of
+        token_ids, if requested. Sets finish_reason and error. Call `commit` once the output can be taken.
         """
         kept, text, output = token_ids, "", self.output_token_ids
         num_before = len(output)

@@ -80,7 +80,7 @@ def free_beside(models: Iterable[nn.Module], free_bytes: int) -> int:
             small += -(-parameter.nbytes // _SMALL_UNIT) * _SMALL_UNIT
         else:
             taken += -(-parameter.nbytes // _LARGE_UNIT) * _LARGE_UNIT
-    # Of small tensors, torch keeps two kinds of segments, whose ends stay empty.
+    # torch keeps two kinds of segments for small tensors; the ends of both stay empty.
     taken += -(-small // _SEGMENT_BYTES) * _SEGMENT_BYTES + (_SEGMENT_BYTES if small else 0)
     return max(0, free_bytes - taken - _LEFT_BYTES)
 
@@ -93,7 +93,7 @@ def parameter_bytes(spec: EngineSpec) -> int:
 def forecast(spec: EngineSpec, *, free_bytes: int, host_bytes: int) -> MemoryPlan:
     """The caches of an engine that starts with free_bytes of the device and host_bytes of the host.
 
-    Of several ranks, those of rank 0. Reads no weights. Raises ValueError as `resolve_memory` does.
+    With several ranks, the caches of rank 0. Reads no weights. Raises ValueError as `resolve_memory` does.
     """
     if spec.device.type == "cpu":
         left = max(0, free_bytes - parameter_bytes(spec))

@@ -27,8 +27,8 @@ _MANY_REQUESTS, _MANY_SHARE = 32, 1 / 4
 
 
 def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
-    """Return the config's max_batch, or its default: that of the graph_cache, or what the device's free_bytes
-    hold."""
+    """Return the config's max_batch, or its default: the graph_cache's number, or as many as the device's
+    free_bytes hold."""
     config = spec.config
     if config.max_batch is not None:
         return config.max_batch
@@ -37,7 +37,7 @@ def resolve_max_batch(spec: EngineSpec, free_bytes: int) -> int:
     least = max(DEFAULT_BATCH, *(config.batch_sizes or ()), 0)
     if spec.device.type == "cpu":
         return least
-    # Of batches above the least, which is not compared with memory.
+    # Only larger batches are compared with memory; the least is taken as it is.
     shape, rows = cache_shape(spec.narrow(0)), spec.mtp_step + 1
     longest = min(spec.max_model_len, free_bytes // shape.block_bytes(config.block_size) * config.block_size)
     fits = default_max_batch(
@@ -90,8 +90,8 @@ def default_max_batch(
     """Return the largest of 256, 128, ... 8 requests whose caches fit into `free_bytes`; 8 if none does.
 
     Each request counts with a state row and the blocks of _TOKENS_EACH tokens, or of max_model_len if that is
-    less; num_blocks replaces the blocks of all. State snapshots keep their default share. Of more than
-    _MANY_REQUESTS, state rows and the scratch_bytes of so many take at most _MANY_SHARE of `free_bytes`.
+    less; num_blocks replaces the blocks of all. State snapshots keep their default share. For more than
+    _MANY_REQUESTS, their state rows and scratch_bytes together take at most _MANY_SHARE of `free_bytes`.
     """
     room = free_bytes - min(DEFAULT_PREFIX_CACHE_BYTES, int(free_bytes * PREFIX_CACHE_SHARE))
     blocks_each = -(-min(max_model_len, _TOKENS_EACH) // block_size)

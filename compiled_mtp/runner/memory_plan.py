@@ -20,8 +20,8 @@ class MemoryPlan:
     """The sizes of all caches.
 
     num_blocks counts block 0, and num_state_rows counts SPARE_SLOTS: no request owns these. max_model_len:
-    the tokens of one request that num_blocks hold, at most those of the spec. num_snapshots: state snapshots
-    of the prefix cache. other_bytes: bytes of the device for everything except caches and weights.
+    the tokens of one request that num_blocks hold, at most the spec's max_model_len. num_snapshots: state
+    snapshots of the prefix cache. other_bytes: bytes of the device for everything except caches and weights.
     host_records and host_blocks: the host tier of offloaded requests; prefix_host_records and
     prefix_host_blocks: the host tier of the prefix cache.
     """

@@ -1,4 +1,4 @@
-"""torch's settings that decide bits: ranks take those of rank 0, and replicas compare theirs."""
+"""torch's settings that decide bits: ranks take the settings of rank 0, and replicas compare theirs."""
 
 from __future__ import annotations
 

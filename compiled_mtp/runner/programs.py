@@ -176,10 +176,10 @@ class Programs:
     ) -> torch.Tensor:
         """Run the second phase of the round of the last `verify`; return what `Step.decode` does.
 
-        masks: those of the slots' rows, on the device, as `sample` takes them. with_logprobs: append log
-        probabilities to the output, see `add_logprobs`; with_processed: some request asks for those of its
-        processed logits. is_given: the whole output of every request is given, so nothing is drafted. Raises
-        ValueError unless the verify had the same slots and shape.
+        masks: the masks of the slots' rows, on the device, as `sample` takes them. with_logprobs: append log
+        probabilities to the output, see `add_logprobs`; with_processed: some request asks for the log
+        probabilities of its processed logits. is_given: the whole output of every request is given, so
+        nothing is drafted. Raises ValueError unless the verify had the same slots and shape.
         """
         if self._verified != (slots, shape):
             raise ValueError(

@@ -116,9 +116,9 @@ class Runner:
     def set_masks(self, plan: StepPlan, masks: torch.Tensor) -> None:
         """Set the masks of `plan`, which is of kind first or accept and is launched next.
 
-        masks [rows, ceil(vocab_size / 32)] int32 on the host, one bit per id, the lowest id first; rows are
-        those of the plan's slots, shape.verify + 1 each, or the one of a first token. The caller may
-        overwrite it after the launch. Raises ValueError for another shape or kind.
+        masks [rows, ceil(vocab_size / 32)] int32 on the host, one bit per id, the lowest id first; the plan's
+        slots have shape.verify + 1 rows each, a first token has one. The caller may overwrite it after the
+        launch. Raises ValueError for another shape or kind.
         """
         rows = len(plan.slots) * (plan.shape.verify + 1)
         shape = (rows, -(-self.spec.model.vocab_size // 32))

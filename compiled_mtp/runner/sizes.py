@@ -104,7 +104,7 @@ def cache_shape(spec: EngineSpec) -> CacheShape:
 
 def vision_bytes(spec: EngineSpec) -> int:
     """Bytes of images besides the tower's weights, 0 without images: the tower's peak for the largest image,
-    the features that a prompt chunk reads, with those of an image cut at each end, and prefill's inputs.
+    the features that a prompt chunk reads (a chunk may cut an image at each end), and prefill's inputs.
     """
     vision = spec.model.vision
     if vision is None:

@@ -74,10 +74,10 @@ def _kind(communicator: Communicator | None) -> str | None:
 class EngineSpec:
     """The resolved values that every part of an engine reads instead of its configs; see `resolve`.
 
-    model_shard: this rank's share of `model`. shapes: those of the rounds of any number of requests, the
-    deepest last. wide_shapes: those of rounds of up to WIDE_REQUESTS requests that verify more drafts than a
-    chain has, which only drafts from the text can be; `narrow` makes them those that memory has room for.
-    given_shapes: those of rounds whose tokens are all given, the narrowest first; without a chain, and none
+    model_shard: this rank's share of `model`. shapes: the shapes of rounds of any number of requests, the
+    deepest last. wide_shapes: the shapes of rounds of up to WIDE_REQUESTS requests that verify more drafts
+    than a chain has, all from the text; `narrow` keeps the shapes that memory has room for. given_shapes: the
+    shapes of rounds whose tokens are all given, the narrowest first; they have no chain, and there are none
     without `scoring`. drafters: asked in this order. num_valid_ids: ids that the tokenizer knows. cache: the
     graph_cache in use. num_threads: None for torch's number. max_model_len: before memory bounds it.
     prefill_chunk: the most tokens of a prompt in a launch; busy_chunk: the same while rounds wait.

@@ -1,8 +1,8 @@
 """How a tool call in the XML form writes an argument, and how to read it back: raw text or JSON. No torch.
 
-The grammar and the parser share one rule. A schema is a list of alternatives. Strings, also those of an enum,
-are written raw; every other value is written as JSON. The parser reads a text as JSON if an alternative that
-is not a string admits the value, else as a string. A parameter of strings alone is never read as JSON.
+The grammar and the parser share one rule. A schema is a list of alternatives. Strings, in an enum too, are
+written raw; every other value is written as JSON. The parser reads a text as JSON if an alternative that is
+not a string admits the value, else as a string. A parameter of strings alone is never read as JSON.
 """
 
 from __future__ import annotations

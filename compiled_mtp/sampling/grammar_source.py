@@ -72,15 +72,17 @@ def from_schema(field: str, schema: Any) -> GrammarSource:
     return GrammarSource(field, f"body: {json_rule(checked)}\n", ((field, checked),))
 
 
-def from_regex(regex: Any, field: str = "guided_regex") -> GrammarSource:
+def from_regex(regex: Any) -> GrammarSource:
     """Return the grammar of the texts that a regex (Rust's syntax) matches as a whole. Raises ValueError."""
+    field = "guided_regex"
     text = _text(field, regex)
     check_repeats(field, text)
     return GrammarSource(field, f"body: {regex_terminal(text)}\n")
 
 
-def from_choice(choices: Any, field: str = "guided_choice") -> GrammarSource:
+def from_choice(choices: Any) -> GrammarSource:
     """Return the grammar of exactly the given strings. Raises ValueError."""
+    field = "guided_choice"
     is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
     if not is_list or not 1 <= len(choices) <= MAX_CHOICES:
         raise ValueError(
@@ -94,8 +96,9 @@ def from_choice(choices: Any, field: str = "guided_choice") -> GrammarSource:
     return GrammarSource(field, rules)
 
 
-def from_lark(grammar: Any, field: str = "guided_grammar") -> GrammarSource:
+def from_lark(grammar: Any) -> GrammarSource:
     """Return a caller's own Lark grammar, whose first rule is `start`. Raises ValueError."""
+    field = "guided_grammar"
     text = _text(field, grammar)
     for regex in _LARK_REGEX.findall(text):
         if regex:

@@ -30,8 +30,8 @@ class TokenLogprob:
 
     rank: 1 for the likeliest id; of equally likely ids the lowest comes first. top: the likeliest ids in that
     order without those that cannot be drawn, so processed logprobs may list fewer than the request asks for.
-    bytes: of the token's text, empty for special tokens. entropy: that of the position's distribution, in
-    nats. processed: with logprobs_mode "both", the entry after masks, temperature and filters.
+    bytes: of the token's text, empty for special tokens. entropy: the entropy of the position's distribution,
+    in nats. processed: with logprobs_mode "both", the entry after masks, temperature and filters.
     """
 
     token_id: int

@@ -25,7 +25,7 @@ def check_types(field: str, schema: Schema) -> None:
 
 
 def well_typed(schema: Schema) -> Schema:
-    """Return a schema without those of its own keywords that `check_types` would refuse."""
+    """Return a schema without its own keywords that `check_types` would refuse."""
     return {key: one for key, one in schema.items() if key not in _RULES or _RULES[key][0](one)}
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Finds the first stop string that a stream of text completes.
 
-    "First" counts characters, so the result does not depend on how tokens or windows cut the text. Of several
-    stop strings that end at one character the longest counts. Source: Aho and Corasick, "Efficient string
+    "First" counts characters, so the result does not depend on how tokens or windows cut the text. If several
+    stop strings end at one character, the longest counts. Source: Aho and Corasick, "Efficient string
     matching", 1975: a tree of all prefixes of stop strings, in which `_fallback` is the node of the longest
     proper suffix of a prefix that is a prefix too.
     """

@@ -29,8 +29,9 @@ _LEAST = {
 class TowerCost:
     """How much of the vision tower a launch may take: products of `most` weights and rows.
 
-    depth: the tower's layers. patches: those of a token; part_patches: the most that a part of a layer turns
-    to all others. per_patch, per_pair: products of a layer for each patch, and for each pair of patches.
+    depth: the tower's layers. patches: the patches of a token; part_patches: the most that a part of a layer
+    turns to all others. per_patch, per_pair: products of a layer for each patch, and for each pair of
+    patches.
     """
 
     depth: int
@@ -67,16 +68,17 @@ class Limits:
     Slots are 1 to max_batch and blocks 1 to num_blocks - 1; host records and host blocks count from 0.
     mtp_step: the most drafts that a chain leaves; max_drafts: the most that a round verifies, at least
     mtp_step. prefill_chunk: the most tokens of a prefill launch; busy_chunk: the same while rounds wait, 0
-    for prefill_chunk. prefix_step: a prompt may resume at its multiples, 0 for those of prefill_chunk.
-    least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same prompt comes
-    again. max_prompt_chunks: the most prompts of a launch; prompt_lengths: the rows that their programs have,
-    ascending, () for programs of any number. num_snapshots: those of the prefix cache, 0 for no
-    cache; prefix_host_records, prefix_host_blocks: those of its host tier. has_lookup: drafts are looked up
-    in the text too; wide_requests: the most requests of a round that verifies wide_drafts of them. given: the
-    drafts that a round of given tokens may verify, ascending, each with the most requests of such a round.
-    tower: the cost of images, None for none. longest: the most tokens of a request, prompt and output, that
-    max_model_len allows and all blocks hold. Any thread may use it. Raises ValueError for a number that is
-    too small, and unless blocks divide prefix_step and prefix_step divides the chunks.
+    for prefill_chunk. prefix_step: a prompt may resume at multiples of this number, 0 for multiples of
+    prefill_chunk. least_saved: the fewest tokens that a snapshot near a prompt's end must save when the same
+    prompt comes again. max_prompt_chunks: the most prompts of a launch; prompt_lengths: the rows that their
+    programs have, ascending, () for programs of any number. num_snapshots: state snapshots of the prefix
+    cache, 0 for no cache; prefix_host_records, prefix_host_blocks: the records and blocks of its host tier.
+    has_lookup: drafts are looked up in the text too; wide_requests: the most requests of a round that
+    verifies wide_drafts of them. given: the drafts that a round of given tokens may verify, ascending, each
+    with the most requests of such a round. tower: the cost of images, None for none. longest: the most tokens
+    of a request, prompt and output, that max_model_len allows and all blocks hold. Any thread may use it.
+    Raises ValueError for a number that is too small, and unless blocks divide prefix_step and prefix_step
+    divides the chunks.
     """
 
     max_batch: int

@@ -29,8 +29,8 @@ class Preemption:
     ) -> tuple[list[ScheduledRequest], list[BlockUpdate], int]:
         """Give each request the blocks up to the last position that its next round may write.
 
-        decoding: pairs (request, last position). Returns the requests that have their blocks, those of the
-        best ranks if not all can; the new block-table entries; and how many blocks are missing now or for the
+        decoding: pairs (request, last position). Returns the requests that have their blocks, only the best
+        ranks if blocks are short; the new block-table entries; and how many blocks are missing now or for the
         next 4 rounds, at most 0 for none.
         """
         resources, pool = self._resources, self._resources.pool

@@ -25,7 +25,7 @@ class _PendingInsert:
 
     keys: of its whole chunks. resume_end: the number of the chunk after which the same prompt would resume.
     branch: the number of the last cached chunk before it parts from another prompt, 0 for none. chunks: its
-    chunks that have a state snapshot. entries: those of the host tier that its first launch reads.
+    chunks that have a state snapshot. entries: the entries of the host tier that its first launch reads.
     """
 
     keys: list[bytes]
@@ -41,9 +41,9 @@ class PrefixCache:
     A prompt resumes after the last of its whole chunks that has a state snapshot and leaves at least one
     token to prefill. Its own chunks can be found once its first token was drawn from finite logits, which
     depend on all of them; a request that ends earlier caches nothing. What the device evicts goes to
-    `prefix_host` in host memory, and is read from there. Without state snapshots the cache does nothing. Of
-    num_lookups requests of at least one whole chunk num_hits have resumed, num_host_hits of these from the
-    host tier.
+    `prefix_host` in host memory, and is read from there. Without state snapshots the cache does nothing.
+    num_lookups counts requests of at least one whole chunk, num_hits the ones that resumed, and num_host_hits
+    the ones that resumed from the host tier.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -113,7 +113,7 @@ class PrefixCache:
     def _last_end(self, path: Sequence[Chunk], keys: Sequence[bytes]) -> int:
         """Return the number of the last chunk after which a prompt of these keys can resume, 0 for none.
 
-        path: those of its chunks that the device holds.
+        path: the chunks of the prompt that the device holds.
         """
         prefix_host, reach = self.prefix_host, len(path)
         while reach < len(keys) and prefix_host.has_blocks(keys[reach]):

@@ -1,4 +1,5 @@
-"""Tokens that a request will emit and that the host knows: given ones, and those of a recomputed request.
+"""Tokens that a request will emit and that the host knows: given tokens, and the tokens of a recomputed
+request.
 
 The known tokens are the drafts of the request's rounds. A recomputed request was preempted and not offloaded:
 its prompt is prefilled as usual, then its own output tokens are its drafts, and the caller does not get them
@@ -80,7 +81,7 @@ class Replay:
 
 
 def drop_rows(rows: RowLogprobs, count: int) -> RowLogprobs:
-    """Return the log probabilities without those of the first `count` tokens."""
+    """Return the log probabilities without the rows of the first `count` tokens."""
     return RowLogprobs(
         rows.logprobs[count:],
         rows.ranks[count:],

@@ -29,8 +29,8 @@ class Resumption(NamedTuple):
 class Transfer:
     """The move of a request between a slot and a host record; it owns both, and their blocks, to its end.
 
-    generation: that of the target slot, 0 for a host record. copy_id: None until the copy is planned, after
-    the results of the request's launches are read.
+    generation: the target slot's generation, 0 for a host record. copy_id: None until the copy is planned,
+    after the results of the request's launches are read.
     """
 
     source: Location
@@ -46,17 +46,17 @@ class ScheduledRequest:
     and blocks on the device or the host, where its rows lie.
 
     arrival: its number by order of arrival. is_due: it goes before all requests that are not. most_blocks:
-    those of its worst case, set when it is admitted. num_prefilled: prompt tokens that are cached or planned.
-    resumption: what fills its slot before its first launch; None:
-    the prompt begins at position 0. prefix_keys: the keys of the prompt's whole chunks, None until computed.
-    is_looked_up: the prefix cache has counted its lookup. is_installed: a plan has installed it in its slot.
-    is_first_token_due: its first token is planned, and the result not read. is_in_open_round: the verify of
-    its two-phase round is planned, and the accept not. drafts: those of its next round, if its grammar or its
-    caller needs them. has_text_drafts: the last launch that was read left it with looked-up drafts.
-    num_deferred: its deferred draft inputs, one for each round without drafts. num_encoded: images of its
-    prompt whose features are planned or cached; next_part: of the next image, the next part of the vision
-    tower. transfer: its move in progress. replay: the recomputation of its tokens. known: the tokens that its
-    rounds verify as drafts, given ones or those of the replay.
+    the blocks of its worst case, set when it is admitted. num_prefilled: prompt tokens that are cached or
+    planned. resumption: what fills its slot before its first launch; None: the prompt begins at position 0.
+    prefix_keys: the keys of the prompt's whole chunks, None until computed. is_looked_up: the prefix cache
+    has counted its lookup. is_installed: a plan has installed it in its slot. is_first_token_due: its first
+    token is planned, and the result not read. is_in_open_round: the verify of its two-phase round is planned,
+    and the accept not. drafts: the drafts of its next round, if its grammar or its caller needs them.
+    has_text_drafts: the last launch that was read left it with looked-up drafts. num_deferred: its deferred
+    draft inputs, one for each round without drafts. num_encoded: images of its prompt whose features are
+    planned or cached; next_part: of the next image, the next part of the vision tower. transfer: its move in
+    progress. replay: the recomputation of its tokens. known: the tokens that its rounds verify as drafts:
+    given tokens, or the tokens of the replay.
     """
 
     request: Request
@@ -135,7 +135,7 @@ class ScheduledRequest:
 
     @property
     def location(self) -> Location | None:
-        """The host record or slot where its rows lie; None for neither."""
+        """The host record or slot that holds its rows; None if it owns neither."""
         if self.host_record is not None:
             return Location("host", self.host_record)
         return Location("slot", self.slot) if self.slot else None

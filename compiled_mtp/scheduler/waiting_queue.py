@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 
-# Of this many admissions one goes to the request that arrived first.
+# One of this many admissions goes to the request that arrived first.
 _TURN_OF_THE_OLDEST = 8
 
 

@@ -261,8 +261,8 @@ def check_template_kwargs(config: ServerConfig, given: Mapping[str, Any] | None)
 async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """Yield (choice, output) of all streams as outputs come; leaving early aborts all streams.
 
-    Choices are numbered through: first those of the first stream. Raises ApiError when a choice ends for
-    another reason than `stop` or `length`.
+    Choices are numbered through, beginning with the choices of the first stream. Raises ApiError when a
+    choice ends for another reason than `stop` or `length`.
     """
     try:
         if len(streams) == 1:

@@ -91,7 +91,7 @@ class OpenAIHandlers:
         self._service.check_model(body.model)
         fields: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
         if body.has_echoed_logprobs:
-            # Those of the prompt are prefill's: its tokens are not decoded.
+            # The log probabilities of the prompt come from prefill: its tokens are not decoded.
             fields["prompt_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
         if body.wants_no_output:
             fields["max_tokens"] = 1

@@ -42,14 +42,15 @@ class EngineStats:
     """What the engine holds now, and sums over its lifetime.
 
     Now: running, waiting, blocks_used of blocks_total (KV blocks of block_size tokens that requests hold),
-    prefix_bytes (device memory of the prefix cache) and prefix_host_bytes (host memory of its host tier). Of
-    prefix_lookups requests of at least one whole chunk, prefix_hits resumed after a cached prefix,
-    prefix_host_hits of these from the host tier; prefix_evictions counts evicted state snapshots. offloads
-    and recomputes count preemptions for lack of blocks: to host memory, or back to the queue with tokens to
-    compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the batch's rounds by depth and
-    then by reason: "best", "probe", "retry" or "only" (no other depth was ready). images: those that the
-    vision tower has encoded. The other fields sum over finished requests, image_speculation over those with
-    images, which speculation counts too. No speculation counts requests whose output was given.
+    prefix_bytes (device memory of the prefix cache) and prefix_host_bytes (host memory of its host tier).
+    prefix_lookups counts requests of at least one whole chunk, prefix_hits the ones that resumed after a
+    cached prefix, prefix_host_hits the ones that resumed from the host tier; prefix_evictions counts evicted
+    state snapshots. offloads and recomputes count preemptions for lack of blocks: to host memory, or back to
+    the queue with tokens to compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the
+    batch's rounds by depth and then by reason: "best", "probe", "retry" or "only" (no other depth was ready).
+    images: those that the vision tower has encoded. The other fields sum over finished requests,
+    image_speculation over those with images, which speculation counts too. No speculation counts requests
+    whose output was given.
     """
 
     running: int

@@ -42,7 +42,8 @@ class DepthPolicy:
         self._counts = {depth: dict.fromkeys(_REASONS, 0) for depth in self.controller.depths}
         # The current context class, and its bounds: lengths above the first, up to the second.
         self._context, self._context_span = 0, (-1, 0)
-        # Buckets by (number of requests, is_two_phase); and those of the last planned round.
+        # Buckets by (number of requests, is_two_phase); then this pair and the bucket of the last planned
+        # round.
         self._buckets: dict[tuple[int, bool], tuple[int, bool]] = {}
         self._planned, self._planned_bucket = (0, False), (0, False)
         self._launched_s: dict[int, float] = {}
@@ -61,7 +62,8 @@ class DepthPolicy:
                 self.controller.add_depth(depth)
 
     def choose(self, num_requests: int, context_tokens: int, is_two_phase: bool) -> int:
-        """Return the depth of the next round; with 0 requests, that of the first tokens before it."""
+        """Return the depth of the next round; with 0 requests, the depth of the first tokens before any
+        round."""
         controller = self.controller
         if not num_requests:
             return controller.depth

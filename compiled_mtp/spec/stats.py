@@ -38,7 +38,7 @@ class SpeculationStats:
         return cls(rounds=0, round_tokens=0, accepted_by_index=none, drafted_by_index=none)
 
     def plus(self, metrics: RequestMetrics) -> SpeculationStats:
-        """Return these sums with those of one more request, of the same mtp_step."""
+        """Return these sums with the counts of one more request, of the same mtp_step."""
         return SpeculationStats(
             rounds=self.rounds + metrics.rounds,
             round_tokens=self.round_tokens + max(metrics.output_tokens - 1, 0),

@@ -58,9 +58,14 @@ def _read_yaml(text: str) -> Any:
     except ModuleNotFoundError:
         raise ValueError("YAML needs the package PyYAML, which is not installed") from None
     try:
-        return yaml.safe_load(text)
+        tree, found = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    # PyYAML keeps the last of equal keys.
+    keys = [key.value for key, _ in tree.value] if isinstance(found, dict) else []
+    if again := [key for place, key in enumerate(keys) if key in keys[:place]]:
+        raise ValueError(f"{again[0]} twice")
+    return found
 
 
 def _either(names: Collection[str]) -> str:

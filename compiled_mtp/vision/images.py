@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ImageInput: TypeAlias = "Image.Image | bytes | str | Path"
 """A picture: an image of Pillow, the bytes of a file, or a path."""
 
-# Of an image as it comes, before it is resized: its pixels, and the bytes of its file.
+# Limits of an image as it comes, before it is resized: its pixels, and the bytes of its file.
 MOST_PIXELS = 1 << 26
 MOST_BYTES = 64 << 20
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

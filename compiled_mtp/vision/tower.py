@@ -93,7 +93,8 @@ class VisionTower(nn.Module):
         return self.config.depth * parts_of_layer(num_tokens * self.config.merge_size**2)
 
     def run(self, passage: Passage, first: int, end: int) -> None:
-        """Run parts `first` to `end` of an image; those of the first layer come first. Mutates `passage`."""
+        """Run parts `first` to `end` of an image; the parts of the first layer come first. Mutates
+        `passage`."""
         for number in range(first, end):
             layer, part = divmod(number, passage.layer_parts)
             self.blocks[layer](passage, part)

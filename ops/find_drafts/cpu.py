@@ -12,7 +12,7 @@ from compiled_mtp.ops.find_drafts.reference import (
     LEAST_THRESHOLD,
     MOST_MATCH,
     MOST_THRESHOLD,
-    STEP,
+    RISE,
     UNIT,
     Found,
     LookupState,
@@ -49,7 +49,7 @@ def find_drafts(
             verified = verified if verify else 0
             if kept is not None and verified:
                 gained = (kept[request] - 1) * UNIT - max(min(chain_kept, verify * UNIT), LEAST_KEPT)
-                threshold = min(max(threshold - STEP * gained, LEAST_THRESHOLD), MOST_THRESHOLD)
+                threshold = min(max(threshold - max(gained, -RISE), LEAST_THRESHOLD), MOST_THRESHOLD)
             elif kept is not None:
                 if verify:
                     chain_kept += ((kept[request] - 1) * UNIT - chain_kept) >> DECAY

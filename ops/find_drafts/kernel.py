@@ -22,7 +22,7 @@ from compiled_mtp.ops.find_drafts.reference import (
     LEAST_THRESHOLD,
     MOST_MATCH,
     MOST_THRESHOLD,
-    STEP,
+    RISE,
     UNIT,
 )
 
@@ -120,7 +120,7 @@ def choose_kernel(
     PLACE_BITS: tl.constexpr,
     LEAST_THRESHOLD: tl.constexpr,
     MOST_THRESHOLD: tl.constexpr,
-    STEP: tl.constexpr,
+    RISE: tl.constexpr,
     LEAST_KEPT: tl.constexpr,
     UNIT: tl.constexpr,
     DECAY: tl.constexpr,
@@ -147,7 +147,8 @@ def choose_kernel(
     if accepted is not None:
         kept = (tl.load(accepted + request * accepted_stride).to(tl.int32) - 1) * UNIT
         gained = kept - tl.maximum(tl.minimum(mean, verify * UNIT), LEAST_KEPT)
-        moved = tl.minimum(tl.maximum(least - STEP * gained, LEAST_THRESHOLD), MOST_THRESHOLD)
+        moved = least - tl.maximum(gained, -RISE)
+        moved = tl.minimum(tl.maximum(moved, LEAST_THRESHOLD), MOST_THRESHOLD)
         rested = tl.where(least > MOST_MATCH * UNIT, least - UNIT, least)
         least = tl.where(is_live, tl.where(verified > 0, moved, rested), least)
         mean = tl.where(is_live & (verified == 0) & (verify > 0), mean + ((kept - mean) >> DECAY), mean)
@@ -191,7 +192,7 @@ def launch(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         token_ids.stride(0), num_parts, chain.shape[1], verify, accepted_stride,
         DRAFTS=num_drafts, LANES=triton.next_power_of_2(num_drafts), PARTS=triton.next_power_of_2(num_parts),
         MOST_MATCH=MOST_MATCH, PLACE_BITS=PLACE_BITS, LEAST_THRESHOLD=LEAST_THRESHOLD,
-        MOST_THRESHOLD=MOST_THRESHOLD, STEP=STEP, LEAST_KEPT=LEAST_KEPT, UNIT=UNIT, DECAY=DECAY,
+        MOST_THRESHOLD=MOST_THRESHOLD, RISE=RISE, LEAST_KEPT=LEAST_KEPT, UNIT=UNIT, DECAY=DECAY,
         PDL=has_pdl, num_warps=1, launch_pdl=has_pdl,
     )  # fmt: skip
     return left, matches

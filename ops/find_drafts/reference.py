@@ -16,9 +16,9 @@ LEAST_MATCH, MOST_MATCH = 3, 16
 # Thresholds and means are in 1/256. The threshold of a new request, and its bounds: above MOST_MATCH the
 # request takes no match until rounds of its chain have lowered it.
 UNIT = 256
-FIRST_THRESHOLD, LEAST_THRESHOLD, MOST_THRESHOLD = 8 * UNIT, LEAST_MATCH * UNIT, (MOST_MATCH + 8) * UNIT
-# How far each draft that is kept beyond the chain's mean lowers a threshold, and the least mean that counts.
-STEP, LEAST_KEPT = 2, UNIT // 2
+FIRST_THRESHOLD, LEAST_THRESHOLD, MOST_THRESHOLD = 8 * UNIT, LEAST_MATCH * UNIT, (MOST_MATCH + 2) * UNIT
+# The most that a round raises a threshold, and the least mean of a chain that its drafts are compared with.
+RISE, LEAST_KEPT = 2 * UNIT, UNIT // 2
 # The mean number of drafts that the chain of a new request keeps; a round changes it by 2^-DECAY of the
 # difference.
 FIRST_CHAIN_KEPT, DECAY = 2 * UNIT, 3
@@ -87,12 +87,12 @@ def find_drafts(
     match that runs into the end continues into itself, so that a period goes on. After an id of -1 drafts are
     id 0. If the match has at least threshold[slot] / 256 ids, the slot gets these drafts; else chain [B, S],
     then id 0. Mutates drafts [slots, D], D >= S, and matched. accepted [B, 2 + W]: `packed` of accept_window
-    for the round before, None for a first token. Looked-up drafts of that round lower the threshold by STEP
-    ids for each that was kept beyond what a chain keeps, chain_kept or all, and raise it by as much for each
-    that was not. A chain's drafts change chain_kept. In a round without looked-up drafts a threshold above
-    MOST_MATCH falls by 1 id. A slot whose pos is N or more matches nothing: its request has reached
-    max_model_len. Integers only, so all ranks agree. The padding keeps zeros. early: a fence (`Launch`) came
-    after the kernel that wrote the last tokens.
+    for the round before, None for a first token. Looked-up drafts of that round lower the threshold by 1 id
+    for each that was kept beyond what a chain keeps, chain_kept or all, and raise it by 1 id, at most by
+    RISE, for each that was missing. A chain's drafts change chain_kept. In a round without looked-up drafts a
+    threshold above MOST_MATCH falls by 1 id. A slot whose pos is N or more matches nothing: its request has
+    reached max_model_len. Integers only, so all ranks agree. The padding keeps zeros. early: a fence
+    (`Launch`) came after the kernel that wrote the last tokens.
     """
     found = []
     for request, slot in enumerate(state_index.tolist()):
@@ -124,7 +124,7 @@ def _learn(lookup: LookupState, slot: int, kept: int, verify: int) -> None:
     threshold, chain_kept = int(lookup.threshold[slot]), int(lookup.chain_kept[slot])
     if verify and int(lookup.matched[slot]):
         gained = kept * UNIT - max(min(chain_kept, verify * UNIT), LEAST_KEPT)
-        lookup.threshold[slot] = min(max(threshold - STEP * gained, LEAST_THRESHOLD), MOST_THRESHOLD)
+        lookup.threshold[slot] = min(max(threshold - max(gained, -RISE), LEAST_THRESHOLD), MOST_THRESHOLD)
         return
     if verify:
         lookup.chain_kept[slot] = chain_kept + ((kept * UNIT - chain_kept) >> DECAY)

@@ -22,13 +22,12 @@ from compiled_mtp.ops.gdn_triton import (
     tile_constants,
     widen_key,
 )
+from compiled_mtp.ops.gdn_verify.many_kernel import launch_many
 from compiled_mtp.ops.k_splits import NARROW_ROWS
 
-# From this number of requests on, a token's inputs are loaded when the token before it is done. A program
-# then needs MANY_REGISTERS registers, and a processor holds 16 programs instead of 12: the states of some
-# arrive while others step.
+# From this number of requests on `gdn_many_kernel` is faster; its bits were compared for keys of this width.
 LEAST_MANY = 32
-MANY_REGISTERS = 128
+MANY_KEY_DIM = 128
 
 
 @triton.jit
@@ -71,7 +70,6 @@ def gdn_verify_kernel(
     RING: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
-    LOADS_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -106,23 +104,17 @@ def gdn_verify_kernel(
     # says why).
     if PDL:
         gdc_wait()
-    if LOADS_AHEAD:
-        key, query, value_row, decay, own_beta = load_token(
-            q, k, v, exp_g, beta, key_at, head_at, value, DK, DV, LANES
-        )
+    key, query, value_row, decay, own_beta = load_token(
+        q, k, v, exp_g, beta, key_at, head_at, value, DK, DV, LANES
+    )
     for token in range(query_len):
-        if LOADS_AHEAD:
-            # Load the next token while this one is computed; the last token is loaded twice.
-            is_more = (token + 1 < query_len).to(tl.int32)
-            next_key_at = key_at + is_more * (NK * DK)
-            next_head_at = head_at + is_more * NV
-            next_key, next_query, next_value_row, next_decay, next_beta = load_token(
-                q, k, v, exp_g, beta, next_key_at, next_head_at, value, DK, DV, LANES
-            )
-        else:
-            key, query, value_row, decay, own_beta = load_token(
-                q, k, v, exp_g, beta, key_at, head_at, value, DK, DV, LANES
-            )
+        # Load the next token while this one is computed; the last token is loaded twice.
+        is_more = (token + 1 < query_len).to(tl.int32)
+        next_key_at = key_at + is_more * (NK * DK)
+        next_head_at = head_at + is_more * NV
+        next_key, next_query, next_value_row, next_decay, next_beta = load_token(
+            q, k, v, exp_g, beta, next_key_at, next_head_at, value, DK, DV, LANES
+        )
 
         # With S the state before the token: u = beta (v - exp(g) S k) and o = exp(g) S q + u (k . q), that
         # is the new state times q. Both products read S, so neither waits for the other.
@@ -146,17 +138,13 @@ def gdn_verify_kernel(
                 record_at = ring_k + (k_rows + ring_row) * DK
                 row = tl.arange(0, DK // LANES)
                 tl.store(record_at + row[:, None] * LANES + tl.arange(0, LANES)[None, :], key)
-        if LOADS_AHEAD:
-            key = next_key
-            query = next_query
-            value_row = next_value_row
-            decay = next_decay
-            own_beta = next_beta
-            key_at = next_key_at
-            head_at = next_head_at
-        else:
-            key_at += NK * DK
-            head_at += NV
+        key = next_key
+        query = next_query
+        value_row = next_value_row
+        decay = next_decay
+        own_beta = next_beta
+        key_at = next_key_at
+        head_at = next_head_at
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -165,16 +153,17 @@ def launch(args: Any) -> torch.Tensor:
     num_k_heads, head_k_dim = args.k.shape[1:]
     batch = args.state_index.shape[0]
     out = torch.empty((rows, num_v_heads, head_v_dim), dtype=torch.float32, device=v.device)
-    has_pdl = device_of(v.device.index).has_dependent_launch
-    is_many = batch >= LEAST_MANY
-    gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
-        args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g,
-        args.state_index, args.base, args.pos, rows // batch,
-        args.max_unfolded,
-        **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
-        LOADS_AHEAD=not is_many, PDL=has_pdl, num_warps=NUM_WARPS,
-        maxnreg=MANY_REGISTERS if is_many else None, launch_pdl=has_pdl, **OPTIONS,
-    )  # fmt: skip
+    device = device_of(v.device.index)
+    if batch >= LEAST_MANY and head_k_dim == MANY_KEY_DIM and device.has_copy_engine:
+        launch_many(args, out)
+    else:
+        gdn_verify_kernel[(head_v_dim // BLOCK_V, num_v_heads, batch)](
+            args.q, args.k, v, args.exp_g, args.beta, out, args.state, args.ring_k, args.ring_u, args.ring_g,
+            args.state_index, args.base, args.pos, rows // batch, args.max_unfolded,
+            **tile_constants(num_k_heads, num_v_heads, head_k_dim, head_v_dim, args.ring_k.shape[2]),
+            PDL=device.has_dependent_launch, num_warps=NUM_WARPS, launch_pdl=device.has_dependent_launch,
+            **OPTIONS,
+        )  # fmt: skip
     # Weights are resident for at most NARROW_ROWS rows.
     resident = args.resident and rows <= NARROW_ROWS
     return launch_gated_norm(out, args.z, args.norm_weight, args.eps, args.gate_activation, resident=resident)

@@ -39,12 +39,13 @@ VERIFY = Launch(
     reads_early=("state", "ring_k", "ring_u", "ring_g", "state_index", "base", "pos"),
     stores_early=("state",),
 )
+MANY = Launch("gdn_many_kernel", reads_early=("state", "state_index"))
 
 
 @operator(
     mutates=("state", "ring_k", "ring_u", "ring_g"),
-    launches=(VERIFY, Launch("gated_norm_kernel", reads_early=("norm_weight",), is_fence=True)),
-    resident_launches=(VERIFY, Launch("gated_norm_kernel", reads_early=("norm_weight",))),
+    launches=(VERIFY, MANY, Launch("gated_norm_kernel", reads_early=("norm_weight",), is_fence=True)),
+    resident_launches=(VERIFY, MANY, Launch("gated_norm_kernel", reads_early=("norm_weight",))),
     check=_windows_fit,
     has_cpu_route=True,
 )

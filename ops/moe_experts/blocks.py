@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products
 from compiled_mtp.ops.checks import fail
-from compiled_mtp.ops.moe_experts.halves import Ids, Weights, fences
+from compiled_mtp.ops.moe_experts.halves import Ids, Weights, experts_fences
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
@@ -50,7 +50,7 @@ def _experts_fit(
 
 
 @operator(
-    launches=fences("plan_kernel", "sum_slots_kernel"),
+    launches=experts_fences("gate_up_codes_kernel", "down_codes_kernel", "down", "down_scale"),
     check=_experts_fit,
     fake=lambda x: x.new_empty(x.shape),
 )
@@ -66,17 +66,17 @@ def moe_experts_blocks(
     shared_down: Annotated[Tensor, "H J", BF16, CONTIGUOUS, _SHARED],
     gate_up_kind: str,
     down_kind: str,
-    prefill: bool = False,
 ) -> Annotated[Tensor, "M H", BF16]:
     """sum over slots of weights * down_e(silu(gate_e x) * up_e x), with routed experts in scaled codes.
 
     x [M, H], rows at any stride; weights, ids [M, slots]: of moe_router, where id E is the shared expert,
     whose weights are plain. gate_up, down and their scales: what ops.blocks packs for each of E experts, of
-    the kinds gate_up_kind and down_kind. prefill: the rows are a prompt's. Returns [M, H] bfloat16. The bits
-    of a row depend on that row, its experts and their weights and `prefill` alone, for every M.
+    the kinds gate_up_kind and down_kind. Returns [M, H] bfloat16. The bits of a row depend on that row, its
+    experts and their weights alone, for every M.
 
-    A value is one float32 number, rounded once to bfloat16; a factor per row (NVFP4) multiplies its sum.
-    Hidden values are rounded to bfloat16, and sums over slots are in float32, in the slots' order.
+    A value is one float32 number, rounded once to bfloat16, or a scale multiplies the sum of its columns, as
+    in linear_blocks; a factor per row (NVFP4) multiplies its sum. Hidden values are rounded to bfloat16, and
+    sums over slots are in float32, in the slots' order.
     """
     total = torch.zeros(x.shape, dtype=torch.float32)
     for row, experts in enumerate(ids.tolist()):

@@ -3,6 +3,8 @@ their last."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,8 @@ from compiled_mtp.ops.device import device_of
 OPTIONS = {"enable_fp_fusion": True}
 _PLAN_BLOCK = 1024
 _TABLE_BLOCK = 64
+# Rows that need no table: their products find the pairs in ids.
+FEW_ROWS = 16
 
 
 @triton.jit
@@ -110,8 +114,30 @@ def tile_count(num_pairs: int, experts: int, tile_rows: int) -> tuple[int, bool]
     return min(num_pairs, sparse), num_pairs <= sparse
 
 
-def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tile table [3, tiles] int32 and the (row, slot) pairs by expert [rows * slots] int32."""
+class Table(NamedTuple):
+    """Which pairs are multiplied together.
+
+    ids: [M, slots] int32. tiles: [3, entries] int32, of an entry its expert or -1, its first pair among the
+    sorted ones and their number. pairs: the (row, slot) pairs by expert [M * slots] int32. Without tiles and
+    pairs, products find them in ids (`find_pairs`).
+    """
+
+    ids: torch.Tensor
+    tiles: torch.Tensor | None = None
+    pairs: torch.Tensor | None = None
+
+    @property
+    def entries(self) -> int:
+        return self.ids.numel() if self.tiles is None else self.tiles.shape[1]
+
+
+def table_of(ids: torch.Tensor, experts: int, tile_rows: int) -> Table:
+    """The table for both products of a call: none for few rows, which find their pairs faster than `plan`."""
+    return Table(ids) if len(ids) <= min(FEW_ROWS, tile_rows) else plan(ids, experts, tile_rows)
+
+
+def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> Table:
+    """The table of tiles of at most `tile_rows` pairs, by a kernel."""
     num_pairs = ids.numel()
     num_tiles, is_dense = tile_count(num_pairs, experts, tile_rows)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
@@ -129,7 +155,7 @@ def plan(ids: torch.Tensor, experts: int, tile_rows: int) -> tuple[torch.Tensor,
         num_warps=8,
         **launch_options(ids),
     )
-    return tiles, pairs
+    return Table(ids, tiles, pairs)
 
 
 def sum_slots(results: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:

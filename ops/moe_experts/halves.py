@@ -31,6 +31,19 @@ def fences(*kernels: str) -> tuple[Launch, ...]:
     return tuple(Launch(kernel, is_fence=True) for kernel in kernels)
 
 
+def experts_fences(gate_up: str, down: str, *early: str) -> tuple[Launch, ...]:
+    """Launches of whole experts: down's programs find their pairs while those of gate and up end, and read
+    `early`."""
+    own = Launch(down, reads_early=("ids", *early), reads_own=("tiles", "pairs"), is_fence=True)
+    return (*fences("plan_kernel", gate_up), own, *fences("sum_slots_kernel"))
+
+
+def sums_fences(down: str) -> tuple[Launch, ...]:
+    """Launches of down alone, which follows `plan`."""
+    own = Launch(down, is_fence=True, waits_first=True)
+    return (*fences("plan_kernel"), own, *fences("sum_slots_kernel"))
+
+
 def _fits(name: str, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
     wanted = dtype if scale is None else FP8
     if weight.dtype != wanted:
@@ -142,7 +155,7 @@ def moe_hidden(
 
 
 @operator(
-    launches=fences("plan_kernel", "down_kernel", "sum_slots_kernel"),
+    launches=sums_fences("down_kernel"),
     check=_sums_fit,
     fake=_sums,
     has_cpu_route=True,
@@ -187,7 +200,7 @@ def moe_hidden_w8a8(
 
 
 @operator(
-    launches=fences("plan_kernel", "down_w8a8_kernel", "sum_slots_kernel"),
+    launches=sums_fences("down_w8a8_kernel"),
     check=_sums_groups_fit,
     fake=_sums_of_groups,
     has_cpu_route=True,

@@ -1,7 +1,8 @@
 """Grouped experts in four launches: tile table, gate|up with silu-mul, down, weighted sum in slot order.
 
 A tile is up to `tile_rows` (row, slot) pairs of one expert, so that few tiles read the same weights. Grids
-have the size of the worst case and surplus programs leave at once: no count reaches the host.
+have the size of the worst case and surplus programs leave at once: no count reaches the host. Up to 16 rows
+need no table (`find_pairs`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.moe_experts.blocks_kernel import launch_moe_experts_blocks as launch_moe_experts_blocks
-from compiled_mtp.ops.moe_experts.grouping_kernel import launch_options, plan, sum_slots
-from compiled_mtp.ops.moe_experts.tiles import read_tile
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_experts_w4a16 as launch_moe_experts_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_hidden_w4a16 as launch_moe_hidden_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
+from compiled_mtp.ops.moe_experts.codes import launch_moe_experts_blocks as launch_moe_experts_blocks
+from compiled_mtp.ops.moe_experts.codes import launch_moe_experts_w4a16 as launch_moe_experts_w4a16
+from compiled_mtp.ops.moe_experts.codes import launch_moe_hidden_w4a16 as launch_moe_hidden_w4a16
+from compiled_mtp.ops.moe_experts.codes import launch_moe_sums_w4a16 as launch_moe_sums_w4a16
+from compiled_mtp.ops.moe_experts.grouping_kernel import Table, launch_options, plan, sum_slots, table_of
+from compiled_mtp.ops.moe_experts.tiles import find_pairs
 from compiled_mtp.ops.moe_experts.w8a8_kernel import down_w8a8_kernel, gate_up_w8a8_kernel
 
 # Pairs an expert has on average, from which on taller tiles are faster.
@@ -91,14 +92,16 @@ def scale_pointers(scale, expert, rows, num_rows: tl.constexpr, num_k: tl.conste
     return scale + expert * (((num_rows + 127) // 128) * columns) + (rows // 128) * columns
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_tiles"])
 def gate_up_kernel(
     x,
     gate_up,
     scale,
+    ids,
     tiles,
     pairs,
     hidden,
+    rows,
     x_stride,
     num_tiles,
     SLOTS: tl.constexpr,
@@ -116,12 +119,10 @@ def gate_up_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
+    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
     if expert < 0:
         return
-    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
-    token = tl.load(pairs + begin + lane, mask=is_row, other=0) // SLOTS
-    rows = x + token.to(tl.int64) * x_stride
+    x_at = x + (pair // SLOTS).to(tl.int64) * x_stride
     inner = tl.program_id(0) * BN + tl.arange(0, BN)
     weight = gate_up + expert * (2 * INNER * WIDTH)
     if IS_FP8:
@@ -131,7 +132,7 @@ def gate_up_kernel(
     up = tl.zeros((BM, BN), tl.float32)
     for start in range(0, WIDTH, BK):
         k = start + tl.arange(0, BK)
-        values = load_values(rows, k, is_row, WIDTH, EVEN)
+        values = load_values(x_at, k, is_row, WIDTH, EVEN)
         w_gate = load_weight(weight, inner, k, INNER, WIDTH, EVEN)
         w_up = load_weight(weight + INNER * WIDTH, inner, k, INNER, WIDTH, EVEN)
         if IS_FP8:
@@ -143,19 +144,22 @@ def gate_up_kernel(
             gate = tl.dot(values, tl.trans(w_gate), gate, input_precision="ieee")
             up = tl.dot(values, tl.trans(w_up), up, input_precision="ieee")
     result = gate / (1.0 + tl.exp(-gate)) * up
-    to = hidden + (begin + lane).to(tl.int64)[:, None] * INNER + inner[None, :]
+    to = hidden + place.to(tl.int64)[:, None] * INNER + inner[None, :]
     tl.store(to, result.to(hidden.dtype.element_ty), mask=is_row[:, None] & (inner < INNER)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_tiles"])
 def down_kernel(
     hidden,
     down,
     scale,
+    ids,
     tiles,
     pairs,
     results,
+    rows,
     num_tiles,
+    SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -164,18 +168,24 @@ def down_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """results[pair, width] = down hidden for one tile of pairs and BN output columns, in float32."""
+    """results[pair, width] = down hidden for one tile of pairs and BN output columns, in float32.
+
+    EARLY: the kernel before is that of gate and up, which has waited for ids, tiles and pairs.
+    """
+    if PDL and not EARLY:
+        gdc_wait()
+    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
+    if expert < 0:
+        if PDL:
+            gdc_wait()
+        return
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
-    if expert < 0:
-        return
-    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
-    pair = tl.load(pairs + begin + lane, mask=is_row, other=0)
-    rows = hidden + (begin + lane).to(tl.int64) * INNER
+    hidden_at = hidden + place.to(tl.int64) * INNER
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     weight = down + expert * (WIDTH * INNER)
     if IS_FP8:
@@ -183,7 +193,7 @@ def down_kernel(
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, INNER, BK):
         k = start + tl.arange(0, BK)
-        values = load_values(rows, k, is_row, INNER, EVEN)
+        values = load_values(hidden_at, k, is_row, INNER, EVEN)
         w = load_weight(weight, column, k, WIDTH, INNER, EVEN)
         if IS_FP8:
             part = tl.dot(values, tl.trans(widen(w, values.dtype, USE_ASM)), input_precision="ieee")
@@ -253,11 +263,11 @@ def launch(args: Any) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if ids.numel():
         config = configuration_of(x, ids, experts, args.gate_up_scale, args.prefill)
-        table = plan(ids, experts, config.tile_rows)
+        table = table_of(ids, experts, config.tile_rows)
         hidden = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
         results = torch.empty((ids.numel(), width), dtype=torch.float32, device=x.device)
-        multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, *table, hidden, ids.shape[1])
-        multiply_down(config, hidden, args.down, args.down_scale, *table, results)
+        multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, table, hidden)
+        multiply_down(config, hidden, args.down, args.down_scale, table, results, early=True)
         sum_slots(results, args.weights, out)
     return out
 
@@ -284,23 +294,21 @@ def multiply_gate_up(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     scale: torch.Tensor | None,
-    tiles: torch.Tensor,
-    pairs: torch.Tensor,
+    table: Table,
     hidden: torch.Tensor,
-    slots: int,
 ) -> None:
-    """Write `hidden` [M * slots, I], pairs sorted by expert as `plan` has them."""
-    width, inner, num_tiles = x.shape[1], hidden.shape[1], tiles.shape[1]
-    gate_up_kernel[(triton.cdiv(inner, config.gate_up_columns), num_tiles)](
+    """Write `hidden` [M * slots, I], pairs in the table's order."""
+    width, inner = x.shape[1], hidden.shape[1]
+    gate_up_kernel[(triton.cdiv(inner, config.gate_up_columns), table.entries)](
         x,
         gate_up if scale is None else gate_up.view(torch.uint8),
         gate_up if scale is None else scale,
-        tiles,
-        pairs,
+        *table,
         hidden,
+        len(x),
         x.stride(0),
-        num_tiles,
-        SLOTS=slots,
+        table.entries,
+        SLOTS=table.ids.shape[1],
         BN=config.gate_up_columns,
         BK=config.k_tile(width),
         **shared_constants(config, x, width, inner, scale is not None),
@@ -312,20 +320,25 @@ def multiply_down(
     hidden: torch.Tensor,
     down: torch.Tensor,
     scale: torch.Tensor | None,
-    tiles: torch.Tensor,
-    pairs: torch.Tensor,
+    table: Table,
     results: torch.Tensor,
+    early: bool,
 ) -> None:
-    """Write `results` [M * slots, N] of `hidden`, pairs in their own order."""
-    width, inner, num_tiles = results.shape[1], hidden.shape[1], tiles.shape[1]
-    down_kernel[(triton.cdiv(width, config.down_columns), num_tiles)](
+    """Write `results` [M * slots, N] of `hidden`, pairs in their own order.
+
+    early: gate and up of the same table were the launch before.
+    """
+    width, inner = results.shape[1], hidden.shape[1]
+    down_kernel[(triton.cdiv(width, config.down_columns), table.entries)](
         hidden,
         down if scale is None else down.view(torch.uint8),
         down if scale is None else scale,
-        tiles,
-        pairs,
+        *table,
         results,
-        num_tiles,
+        len(table.ids),
+        table.entries,
+        SLOTS=table.ids.shape[1],
+        EARLY=early,
         BN=config.down_columns,
         BK=config.k_tile(inner),
         **shared_constants(config, hidden, width, inner, scale is not None),
@@ -334,22 +347,20 @@ def multiply_down(
 
 def launch_moe_experts_w8a8(args: Any) -> torch.Tensor:
     x, ids = args.x, args.ids
-    (rows, width), slots = x.shape, ids.shape[1]
+    (rows, width), num_pairs = x.shape, ids.numel()
     experts, _, inner = args.down.shape
-    num_pairs = rows * slots
     dtype = torch.float32 if args.out_float32 else torch.bfloat16
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     if rows == 0:
         return out
     tile_rows = w8a8_tile_rows(num_pairs, experts)
-    tiles, pairs = plan(ids, experts, tile_rows)
+    table = (tile_rows, table_of(ids, experts, tile_rows))
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     hidden_scale = torch.empty((num_pairs, inner // 128), dtype=torch.float32, device=x.device)
     results = torch.empty((num_pairs, width), dtype=torch.float32, device=x.device)
     rows_of_x, stack = (x, args.x_scale), (args.gate_up, args.gate_up_scale)
-    table = (tile_rows, tiles, pairs)
-    multiply_gate_up_w8a8(*rows_of_x, *stack, *table, hidden, hidden_scale, slots, args.out_float32)
-    multiply_down_w8a8(hidden, hidden_scale, args.down, args.down_scale, *table, results)
+    multiply_gate_up_w8a8(*rows_of_x, *stack, *table, hidden, hidden_scale, args.out_float32)
+    multiply_down_w8a8(hidden, hidden_scale, args.down, args.down_scale, *table, results, early=True)
     sum_slots(results, args.weights, out)
     return out
 
@@ -377,28 +388,26 @@ def multiply_gate_up_w8a8(
     gate_up: torch.Tensor,
     scale: torch.Tensor,
     tile_rows: int,
-    tiles: torch.Tensor,
-    pairs: torch.Tensor,
+    table: Table,
     hidden: torch.Tensor,
     hidden_scale: torch.Tensor,
-    slots: int,
     in_float32: bool,
 ) -> None:
-    """Write `hidden` [M * slots, I] and its factors, pairs sorted by expert as `plan` has them."""
+    """Write `hidden` [M * slots, I] and its factors, pairs in the table's order."""
     width, inner = x.shape[1], hidden.shape[1]
-    gate_up_w8a8_kernel[(inner // 128, tiles.shape[1])](
+    gate_up_w8a8_kernel[(inner // 128, table.entries)](
         x,
         x_scale,
         gate_up,
         scale,
-        tiles,
-        pairs,
+        *table,
         hidden,
         hidden_scale,
+        len(x),
         x.stride(0),
         x_scale.stride(0),
-        tiles.shape[1],
-        SLOTS=slots,
+        table.entries,
+        SLOTS=table.ids.shape[1],
         IN_FLOAT32=in_float32,
         **w8a8_constants(x, width, inner, tile_rows),
     )
@@ -410,21 +419,26 @@ def multiply_down_w8a8(
     down: torch.Tensor,
     scale: torch.Tensor,
     tile_rows: int,
-    tiles: torch.Tensor,
-    pairs: torch.Tensor,
+    table: Table,
     results: torch.Tensor,
+    early: bool,
 ) -> None:
-    """Write `results` [M * slots, N] of `hidden`, pairs in their own order."""
+    """Write `results` [M * slots, N] of `hidden`, pairs in their own order.
+
+    early: gate and up of the same table were the launch before.
+    """
     width, inner = results.shape[1], hidden.shape[1]
-    down_w8a8_kernel[(width // 128, tiles.shape[1])](
+    down_w8a8_kernel[(width // 128, table.entries)](
         hidden,
         hidden_scale,
         down,
         scale,
-        tiles,
-        pairs,
+        *table,
         results,
-        tiles.shape[1],
+        len(table.ids),
+        table.entries,
+        SLOTS=table.ids.shape[1],
+        EARLY=early,
         **w8a8_constants(hidden, width, inner, tile_rows),
     )
 
@@ -435,7 +449,7 @@ def launch_moe_hidden(args: Any) -> torch.Tensor:
     if ids.numel():
         config = configuration_of(x, ids, experts, args.gate_up_scale, args.prefill)
         table = plan(ids, experts, config.tile_rows)
-        multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, *table, hidden, ids.shape[1])
+        multiply_gate_up(config, x, args.gate_up, args.gate_up_scale, table, hidden)
     return hidden
 
 
@@ -446,7 +460,7 @@ def launch_moe_sums(args: Any) -> torch.Tensor:
         config = configuration_of(hidden, ids, experts, args.down_scale, args.prefill)
         table = plan(ids, experts, config.tile_rows)
         results = torch.empty((ids.numel(), width), dtype=torch.float32, device=hidden.device)
-        multiply_down(config, hidden, args.down, args.down_scale, *table, results)
+        multiply_down(config, hidden, args.down, args.down_scale, table, results, early=False)
         sum_slots(results, args.weights, out)
     return out
 
@@ -458,11 +472,9 @@ def launch_moe_hidden_w8a8(args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.empty((pairs, inner // 128), dtype=torch.float32, device=x.device)
     if pairs:
         tile_rows = w8a8_tile_rows(pairs, experts)
-        table = (tile_rows, *plan(ids, experts, tile_rows))
+        table = (tile_rows, plan(ids, experts, tile_rows))
         stack = (args.gate_up, args.gate_up_scale)
-        multiply_gate_up_w8a8(
-            x, args.x_scale, *stack, *table, hidden, factors, ids.shape[1], args.out_float32
-        )
+        multiply_gate_up_w8a8(x, args.x_scale, *stack, *table, hidden, factors, args.out_float32)
     return hidden, factors
 
 
@@ -472,8 +484,9 @@ def launch_moe_sums_w8a8(args: Any) -> torch.Tensor:
     out = torch.empty((ids.shape[0], width), dtype=dtype, device=hidden.device)
     if ids.numel():
         tile_rows = w8a8_tile_rows(ids.numel(), experts)
-        table = (tile_rows, *plan(ids, experts, tile_rows))
+        table = (tile_rows, plan(ids, experts, tile_rows))
         results = torch.empty((ids.numel(), width), dtype=torch.float32, device=hidden.device)
-        multiply_down_w8a8(hidden, args.hidden_scale, args.down, args.down_scale, *table, results)
+        down = (args.down, args.down_scale)
+        multiply_down_w8a8(hidden, args.hidden_scale, *down, *table, results, early=False)
         sum_slots(results, args.weights, out)
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize, quantize, quantized_values
-from compiled_mtp.ops.moe_experts.halves import fences
+from compiled_mtp.ops.moe_experts.halves import experts_fences
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, FP8, I32, Remedy
@@ -35,7 +35,7 @@ def _experts_fit(
 
 
 @operator(
-    launches=fences("plan_kernel", "gate_up_kernel", "down_kernel", "sum_slots_kernel"),
+    launches=experts_fences("gate_up_kernel", "down_kernel"),
     check=_experts_fit,
     fake=lambda x: x.new_empty(x.shape),
     has_cpu_route=True,
@@ -97,7 +97,7 @@ def _result(x: Tensor, out_float32: bool) -> Tensor:
 
 
 @operator(
-    launches=fences("plan_kernel", "gate_up_w8a8_kernel", "down_w8a8_kernel", "sum_slots_kernel"),
+    launches=experts_fences("gate_up_w8a8_kernel", "down_w8a8_kernel"),
     check=_groups_fit,
     fake=_result,
     has_cpu_route=True,

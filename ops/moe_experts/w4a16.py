@@ -10,7 +10,14 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail
 from compiled_mtp.ops.int4 import GROUPS, ROWS, UNIT, dequantize
-from compiled_mtp.ops.moe_experts.halves import Ids, Weights, fences, sorted_pairs
+from compiled_mtp.ops.moe_experts.halves import (
+    Ids,
+    Weights,
+    experts_fences,
+    fences,
+    sorted_pairs,
+    sums_fences,
+)
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
@@ -46,7 +53,7 @@ def _experts_fit(
 
 
 @operator(
-    launches=fences("plan_kernel", "sum_slots_kernel"),
+    launches=experts_fences("gate_up_codes_kernel", "down_codes_kernel", "down", "down_scale"),
     check=_experts_fit,
     fake=lambda x: x.new_empty(x.shape),
 )
@@ -60,17 +67,15 @@ def moe_experts_w4a16(
     down_scale: Annotated[Tensor, "E D H 2", Scales, CONTIGUOUS, _GROUPS],
     shared_gate_up: Annotated[Tensor, "8*J H", BF16, CONTIGUOUS, _SHARED] | None = None,
     shared_down: Annotated[Tensor, "H 4*J", BF16, CONTIGUOUS, _SHARED] | None = None,
-    prefill: bool = False,
 ) -> Annotated[Tensor, "M H", BF16]:
     """`moe_experts` with four-bit weights, each product as `linear_w4a16` has it.
 
-    x [M, H] bfloat16 (row stride free), weights, ids and prefill as there. gate_up: words
+    x [M, H] bfloat16 (row stride free), weights and ids as there. gate_up: words
     [E, 2*MI, H / 4] int16 (gate rows first) and gate_up_scale: groups [E, H / group, 2*MI, 2], down: words
     [E, H, MI / 4] and down_scale: groups [E, MI / group, H, 2], as ops.int4 packs them expert by expert.
     shared_gate_up [2*MI, H] and shared_down [H, MI]: the shared expert in bfloat16, whose id is then E; if
     they are None, the stacks hold it last. Returns [M, H] bfloat16, summed in float32 with one rounding; the
-    hidden activation is rounded to bfloat16. The bits of a row depend on that row, the weights and `prefill`
-    alone.
+    hidden activation is rounded to bfloat16. The bits of a row depend on that row and the weights alone.
     """
 
     hidden = _multiply_gate_up(x, ids, gate_up, gate_up_scale, shared_gate_up)
@@ -97,14 +102,13 @@ def _sums(hidden: Tensor, ids: Tensor, down: Tensor) -> Tensor:
     return hidden.new_empty((ids.shape[0], down.shape[1]))
 
 
-@operator(launches=fences("plan_kernel"), check=_hidden_fits, fake=_hidden)
+@operator(launches=fences("plan_kernel", "gate_up_codes_kernel"), check=_hidden_fits, fake=_hidden)
 def moe_hidden_w4a16(
     x: Annotated[Tensor, "M H", BF16],
     ids: Ids,
     gate_up: Annotated[Tensor, "E both H//4", I16, CONTIGUOUS, _STACK],
     gate_up_scale: Annotated[Tensor, "E G both 2", Scales, CONTIGUOUS, _GROUPS],
     shared_gate_up: Annotated[Tensor, "both H", BF16, CONTIGUOUS, _SHARED] | None = None,
-    prefill: bool = False,
 ) -> Annotated[Tensor, "_ I", BF16]:
     """silu(gate_e x) * up_e x: the first product of `moe_experts_w4a16`, to the bit.
 
@@ -115,7 +119,11 @@ def moe_hidden_w4a16(
     return _multiply_gate_up(x, ids, gate_up, gate_up_scale, shared_gate_up).flatten(0, 1)[pairs]
 
 
-@operator(launches=fences("plan_kernel", "sum_slots_kernel"), check=_sums_fit, fake=_sums)
+@operator(
+    launches=sums_fences("down_codes_kernel"),
+    check=_sums_fit,
+    fake=_sums,
+)
 def moe_sums_w4a16(
     hidden: Annotated[Tensor, "pairs I", BF16, CONTIGUOUS, _HIDDEN],
     weights: Weights,
@@ -123,7 +131,6 @@ def moe_sums_w4a16(
     down: Annotated[Tensor, "E N I//4", I16, CONTIGUOUS, _STACK],
     down_scale: Annotated[Tensor, "E D N 2", Scales, CONTIGUOUS, _GROUPS],
     shared_down: Annotated[Tensor, "N I", BF16, CONTIGUOUS, _SHARED] | None = None,
-    prefill: bool = False,
 ) -> Annotated[Tensor, "M N", BF16]:
     """The weighted sums of hidden values: the second product of `moe_experts_w4a16`, to the bit.
 

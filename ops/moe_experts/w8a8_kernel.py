@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.fp8_triton import quantize_groups
-from compiled_mtp.ops.moe_experts.tiles import read_tile
+from compiled_mtp.ops.moe_experts.tiles import find_pairs
 
 
 @triton.jit
@@ -23,16 +23,18 @@ def scaled_product(total, weight, values, scale, value_scale):
     return tl.fma(product, factor, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_tiles"])
 def gate_up_w8a8_kernel(
     x,
     x_scale,
     gate_up,
     scale,
+    ids,
     tiles,
     pairs,
     hidden,
     hidden_scale,
+    rows,
     x_stride,
     x_scale_stride,
     num_tiles,
@@ -47,11 +49,10 @@ def gate_up_w8a8_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
+    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
     if expert < 0:
         return
-    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
-    token = (tl.load(pairs + begin + lane, mask=is_row, other=0) // SLOTS).to(tl.int64)
+    token = (pair // SLOTS).to(tl.int64)
     group = tl.program_id(0)
     in_group = tl.arange(0, 128)
     weight_at = gate_up + expert * (2 * INNER * WIDTH) + (group * 128 + in_group)[:, None] * WIDTH
@@ -73,38 +74,43 @@ def gate_up_w8a8_kernel(
     if not IN_FLOAT32:
         result = result.to(tl.bfloat16).to(tl.float32)
     quantized, factors = quantize_groups(result, 0)
-    row = (begin + lane).to(tl.int64)
+    row = place.to(tl.int64)
     to = hidden + row[None, :] * INNER + (group * 128 + in_group)[:, None]
     tl.store(to, quantized, mask=is_row[None, :])
     tl.store(hidden_scale + row * (INNER // 128) + group, factors, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_tiles"])
 def down_w8a8_kernel(
     hidden,
     hidden_scale,
     down,
     scale,
+    ids,
     tiles,
     pairs,
     results,
+    rows,
     num_tiles,
+    SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     BM: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """results[pair, 128 columns] = down hidden for one tile of pairs, in float32."""
+    """results[pair, 128 columns] = down hidden for one tile of pairs, in float32; EARLY: see down_kernel."""
+    if PDL and not EARLY:
+        gdc_wait()
+    expert, pair, place, is_row = find_pairs(ids, tiles, pairs, rows, num_tiles, SLOTS, BM)
+    if expert < 0:
+        if PDL:
+            gdc_wait()
+        return
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(tiles + tl.program_id(1)).to(tl.int64)
-    if expert < 0:
-        return
-    begin, lane, is_row = read_tile(tiles, num_tiles, BM)
-    pair = tl.load(pairs + begin + lane, mask=is_row, other=0).to(tl.int64)
-    # Lanes without a pair read the tile's first and store nothing.
-    row = begin.to(tl.int64) + tl.where(is_row, lane, 0)
+    row = place.to(tl.int64)
     group = tl.program_id(0)
     in_group = tl.arange(0, 128)
     weight_at = down + expert * (WIDTH * INNER) + (group * 128 + in_group)[:, None] * INNER
@@ -118,5 +124,5 @@ def down_w8a8_kernel(
         value_scale = tl.load(hidden_scale_at + block)
         weight = tl.load(weight_at + block * 128)
         total = scaled_product(total, weight, values, tl.load(scale_at + block), value_scale)
-    to = results + (pair * WIDTH)[None, :] + (group * 128 + in_group)[:, None]
+    to = results + (pair.to(tl.int64) * WIDTH)[None, :] + (group * 128 + in_group)[:, None]
     tl.store(to, total, mask=is_row[None, :])

@@ -15,6 +15,12 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
+def value_of(order):
+    """The float32 number of an integer that stands for it in the order of values."""
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def moe_router_kernel(
     logits,
     weights,
@@ -37,28 +43,26 @@ def moe_router_kernel(
     column = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
     value = tl.load(logits + row * row_stride + column, mask=column < EXPERTS, other=float("-inf"))
-    peak = tl.max(value, 0)
-    # One 64-bit key orders by value, then by lowest id; a NaN ranks as -inf, and -0.0 as 0.0.
+    # Integers in the order of values: a NaN ranks as -inf, and -0.0 as 0.0. A warp reduces 32-bit integers
+    # in one instruction, floats in five steps.
     ranked = tl.where((value == value) & (value != 0.0), value, tl.where(value == 0.0, 0.0, float("-inf")))
     bits = ranked.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = ordered.to(tl.int64) * BLOCK + (BLOCK - 1 - column)
-    key = tl.where(column < EXPERTS, key, -(2**62))
+    order = tl.where(column < EXPERTS, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -(2**31))
+    peak = value_of(tl.max(order, 0))
     chosen_id = tl.full((SLOTS,), EXPERTS, tl.int32)
     chosen_weight = tl.zeros((SLOTS,), tl.float32)
-    probability = tl.exp(value - peak)
     for i in tl.static_range(TOP_K):
-        best = tl.max(key, 0)
-        is_best = key == best
-        chosen_id = tl.where(slot == i, (BLOCK - 1 - (best & (BLOCK - 1))).to(tl.int32), chosen_id)
-        chosen_weight = tl.where(slot == i, tl.sum(tl.where(is_best, probability, 0.0), 0), chosen_weight)
-        key = tl.where(is_best, -(2**62), key)
+        best = tl.max(order, 0)
+        best_id = tl.min(tl.where(order == best, column, BLOCK), 0)
+        chosen_id = tl.where(slot == i, best_id, chosen_id)
+        chosen_weight = tl.where(slot == i, tl.exp(value_of(best) - peak), chosen_weight)
+        order = tl.where(column == best_id, -(2**31), order)
     if RENORMALIZE:
         total = tl.sum(chosen_weight, 0)
     else:
-        total = tl.sum(tl.where(column < EXPERTS, probability, 0.0), 0)
-    # A NaN anywhere in the row reaches every weight, whatever `tl.max` makes of it.
-    total += tl.sum(tl.where(value == value, 0.0, value), 0)
+        total = tl.sum(tl.where(column < EXPERTS, tl.exp(value - peak), 0.0), 0)
+    # A NaN anywhere in the row reaches every weight.
+    total = tl.where(tl.max((value != value).to(tl.int32), 0) > 0, float("nan"), total)
     gate = tl.load(logits + row * row_stride + EXPERTS)
     weight = tl.where(slot == TOP_K, 1.0 / (1.0 + tl.exp(-gate)), tl.div_rn(chosen_weight, total))
     to = row * (TOP_K + 1) + slot

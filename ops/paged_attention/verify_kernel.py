@@ -84,8 +84,9 @@ def find_item(turn, ends, counts, requests, row_tiles, first_split, HKV: tl.cons
 
 
 @triton.jit
-def fold_partial(acc, total, largest, part_acc, part_total, part_largest):
+def fold_partial(acc, total, largest, part_acc, part_total, part_largest, ROWS: tl.constexpr = True):
     """Fold the partial of the next keys into the sums of an online softmax; the last axis of acc is the dims.
+    ROWS: acc holds rows, whose maxima and totals are vectors; else one row, whose two are numbers.
 
     A partial without keys changes nothing, not even the sign of a zero: rows of one tile see different ones.
     """
@@ -94,9 +95,10 @@ def fold_partial(acc, total, largest, part_acc, part_total, part_largest):
     factor = tl.exp2(largest - base)
     weight = tl.exp2(part_largest - base)
     is_part = part_largest > -float("inf")
-    new_acc = acc * factor[:, None] + part_acc * weight[:, None]
-    new_total = total * factor + part_total * weight
-    return tl.where(is_part[:, None], new_acc, acc), tl.where(is_part, new_total, total), new_largest
+    new_total = tl.where(is_part, total * factor + part_total * weight, total)
+    if ROWS:
+        factor, weight, is_part = factor[:, None], weight[:, None], is_part[:, None]
+    return tl.where(is_part, acc * factor + part_acc * weight, acc), new_total, new_largest
 
 
 @triton.jit
@@ -409,17 +411,17 @@ def load_partials(
     part_sum, part_largest, part_total, first, following, step, start, last, dim,
     HD: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Load sums [1, BD], maxima and totals [1] of partials start .. start + COUNT - 1 of a row, as a tuple.
+    """Load sums [BD], maxima and totals of partials start .. start + COUNT - 1 of a row, as a tuple.
 
     first, following: entries of partial 0 and of partial 1; the others lie `step` entries apart. A partial
     beyond `last` loads `last`: masks would make the compiler wait for each load before it issues the next.
+    Maxima and totals are numbers: for vectors Triton would choose layouts for minutes.
     """
     loaded = ()
-    one = tl.arange(0, 1)
     for index in tl.static_range(COUNT):
         partial = tl.minimum(start + index, last)
-        at = tl.where(partial == 0, first, following + (partial - 1) * step) + one
-        sums = tl.load(part_sum + at[:, None] * HD + dim[None, :])
+        at = tl.where(partial == 0, first, following + (partial - 1) * step)
+        sums = tl.load(part_sum + at * HD + dim)
         loaded += ((sums, tl.load(part_largest + at), tl.load(part_total + at)),)
     return loaded
 
@@ -430,7 +432,7 @@ def fold_loaded(acc, denominator, largest, loaded, start, count, COUNT: tl.const
     for index in tl.static_range(COUNT):
         part_largest = tl.where(start + index < count, loaded[index][1], -float("inf"))
         acc, denominator, largest = fold_partial(
-            acc, denominator, largest, loaded[index][0], loaded[index][2], part_largest
+            acc, denominator, largest, loaded[index][0], loaded[index][2], part_largest, False
         )
     return acc, denominator, largest
 
@@ -495,10 +497,10 @@ def combine_kernel(
         loaded = load_partials(
             part_sum, part_largest, part_total, first, following, step, 0, last_partial, dim, HD, LOADS
         )
-        g = tl.load(gate + row * gate_row_stride + head * gate_head_stride + dim[None, :]).to(tl.float32)
-        acc = tl.zeros((1, BD), tl.float32)
-        denominator = tl.zeros((1,), tl.float32)
-        largest = tl.full((1,), -float("inf"), tl.float32)
+        g = tl.load(gate + row * gate_row_stride + head * gate_head_stride + dim).to(tl.float32)
+        acc = tl.zeros((BD,), tl.float32)
+        denominator = tl.zeros((), tl.float32)
+        largest = tl.full((), -float("inf"), tl.float32)
         acc, denominator, largest = fold_loaded(acc, denominator, largest, loaded, 0, count, LOADS)
         if count > LOADS:
             loaded = load_partials(
@@ -524,6 +526,6 @@ def combine_kernel(
                     acc, denominator, largest, loaded, start, count, LOADS
                 )
                 loaded = later
-        value = acc / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
+        value = acc / tl.where(denominator == 0.0, 1.0, denominator)
         value = value * (1.0 / (1.0 + tl.exp(-g)))
-        tl.store(out + item * HD + dim[None, :], value.to(out.dtype.element_ty))
+        tl.store(out + item * HD + dim, value.to(out.dtype.element_ty))

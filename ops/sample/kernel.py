@@ -60,7 +60,8 @@ def or_zero(peak):
     return tl.where(peak > float("-inf"), peak, 0.0)
 
 
-@triton.jit(do_not_specialize=("num_drafts", "drafts_stride", "masks_stride"))
+# One binary for every window length: Triton would specialise on 1 and on multiples of 16.
+@triton.jit(do_not_specialize=("query_len", "num_drafts", "drafts_stride", "masks_stride"))
 def tile_kernel(
     logits,
     logits_stride,
@@ -98,7 +99,7 @@ def tile_kernel(
     tile_ids,
     processed,
     group_peaks,
-    QUERY_LEN: tl.constexpr,
+    query_len,
     NUM_STOPS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     RECENT_IDS: tl.constexpr,
@@ -127,7 +128,7 @@ def tile_kernel(
         gdc_launch_dependents()
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    request = row // QUERY_LEN
+    request = row // query_len
     slot = tl.load(state_index + request).to(tl.int64)
     position = tl.load(positions + row)
     own_features = tl.load(features + slot)
@@ -150,7 +151,7 @@ def tile_kernel(
 
     if own_features != 0:
         own_drafts = drafts + request * drafts_stride
-        num_counted = num_drafts - (QUERY_LEN - 1) + (row % QUERY_LEN).to(tl.int32)
+        num_counted = num_drafts - (query_len - 1) + (row % query_len).to(tl.int32)
         if own_features & PENALTIES:
             x = penalized(
                 x,
@@ -211,7 +212,7 @@ def tile_kernel(
     tl.store(tile_ids + row * (2 * TILES) + tile, tl.min(tl.where(x == best, ids, _NO_ID), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("query_len",))
 def finish_kernel(
     positions,
     state_index,
@@ -231,7 +232,7 @@ def finish_kernel(
     outcome,
     row_peaks,
     row_floors,
-    QUERY_LEN: tl.constexpr,
+    query_len,
     HAS_COLUMN_IDS: tl.constexpr,
     KEEPS_ALL: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -251,7 +252,7 @@ def finish_kernel(
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    slot = tl.load(state_index + row // query_len).to(tl.int64)
     own_temperature = tl.load(temperature + slot)
     own_top_k = tl.load(top_k + slot)
     own_top_p = tl.load(top_p + slot)
@@ -360,7 +361,7 @@ def finish_kernel(
         tl.store(row_floors + row, floor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("query_len",))
 def filtered_kernel(
     state_index,
     temperature,
@@ -369,7 +370,7 @@ def filtered_kernel(
     row_peaks,
     row_floors,
     filtered,
-    QUERY_LEN: tl.constexpr,
+    query_len,
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
@@ -377,7 +378,7 @@ def filtered_kernel(
 ):
     """Compute one tile of a row of `filter_logits` from the results of the other two kernels."""
     row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(state_index + row // QUERY_LEN).to(tl.int64)
+    slot = tl.load(state_index + row // query_len).to(tl.int64)
     own_temperature = tl.load(temperature + slot)
     columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
     x = tl.load(processed + row * (TILES * TILE) + columns)
@@ -425,12 +426,12 @@ def _launch(args: Any, keeps_all: bool) -> tuple[torch.Tensor, torch.Tensor, tor
     row_peaks = torch.empty((rows,) if keeps_all else (0,), dtype=torch.float32, device=device)
     row_floors = torch.empty((rows,) if keeps_all else (0,), dtype=torch.int64, device=device)
     has_pdl = device_of(device.index).has_dependent_launch and not keeps_all
+    query_len = rows // args.state_index.shape[0]
     has_columns, has_masks = args.column_ids is not None, args.masks is not None
     # An absent tensor still needs a pointer; the kernel never reads it.
     column_ids = args.column_ids if has_columns else args.state_index
     masks = args.masks if has_masks else args.state_index
     shared: dict[str, Any] = {
-        "QUERY_LEN": rows // args.state_index.shape[0],
         "HAS_COLUMN_IDS": has_columns,
         "KEEPS_ALL": keeps_all,
         "VOCAB": vocab,
@@ -451,7 +452,7 @@ def _launch(args: Any, keeps_all: bool) -> tuple[torch.Tensor, torch.Tensor, tor
         tables.min_position, stop_ids, stop_ids.stride(0),
         tables.bad_words, tables.bad_word_lengths, tables.recent_ids,
         column_ids, masks, masks.stride(0), args.num_valid_ids,
-        tile_floats, tile_ids, processed, group_peaks,
+        tile_floats, tile_ids, processed, group_peaks, query_len,
         NUM_STOPS=stop_ids.shape[1], NUM_WORDS=tables.bad_words.shape[1], RECENT_IDS=RECENT_IDS,
         PENALTIES=PENALTIES, BIAS=BIAS, STOP_IDS=STOP_IDS, BAD_WORDS=BAD_WORDS, HAS_MASKS=has_masks,
         TILE=tile, num_warps=TILE_WARPS, **shared,
@@ -459,7 +460,7 @@ def _launch(args: Any, keeps_all: bool) -> tuple[torch.Tensor, torch.Tensor, tor
     finish_kernel[(rows,)](
         args.positions, args.state_index, *filters, tables.seed, column_ids,
         tile_floats, tile_ids, processed, group_peaks, listed, interval,
-        token, outcome, row_peaks, row_floors,
+        token, outcome, row_peaks, row_floors, query_len,
         DRAWN=DRAWN,
         ALL_MASKED=ALL_MASKED,
         NOT_FINITE=NOT_FINITE,
@@ -473,7 +474,7 @@ def _launch(args: Any, keeps_all: bool) -> tuple[torch.Tensor, torch.Tensor, tor
     if keeps_all:
         filtered_kernel[(tiles, rows)](
             args.state_index, tables.temperature, tables.min_p, processed, row_peaks, row_floors, filtered,
-            QUERY_LEN=shared["QUERY_LEN"], VOCAB=vocab, TILES=tiles, TILE=tile, GREEDY=GREEDY_TEMPERATURE,
+            query_len, VOCAB=vocab, TILES=tiles, TILE=tile, GREEDY=GREEDY_TEMPERATURE,
             num_warps=TILE_WARPS, **OPTIONS,
         )  # fmt: skip
     return token, outcome, filtered

@@ -16,10 +16,12 @@ from tests import tiny
         (3, None, 8, 4),
         (5, 5, 16, 8),
         (7, 5, 16, 8),
-        (15, 0, 32, 2),
-        (15, 3, 32, 4),
+        (15, 0, 32, 4),
+        (3, 3, 8, 4),
+        (7, 3, 16, 8),
+        (15, 3, 32, 8),
         (15, 5, 32, 8),
-        (15, None, 32, 16),
+        (15, None, 32, 8),
     ],
 )
 def test_longer_rings_leave_no_more_entries_unfolded(

@@ -75,6 +75,11 @@ def test_the_environment_wins_over_the_file(
         ),
         ("a.toml", "max_batch = ", "config must be a file of TOML, got "),
         ("a.yaml", "a: [", "config must be a file of YAML, got "),
+        (
+            "a.yaml",
+            "seed: 1\nmax_batch: 1\nseed: 2\n",
+            "config must be a file of YAML, got {file}: seed twice; correct it",
+        ),
         ("a.yaml", "- a", "config must hold names and values, got "),
         ("a.yaml", "", "config must hold names and values, got "),
         ("a.json", "{}", "config must end in .toml, .yaml or .yml, got "),

@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take what follows any match, whatever it was worth before."""
     monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
-    monkeypatch.setattr(cpu, "STEP", 0)
+    monkeypatch.setattr(cpu, "RISE", 0)
 
 
 def requests() -> Given:

@@ -72,7 +72,7 @@ def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return made
 
 
-def test_what_is_whole_in_the_cache_asks_nobody(hub: Hub) -> None:
+def test_a_repository_that_is_whole_in_the_cache_makes_no_request(hub: Hub) -> None:
     hub.fill()
     assert find_checkpoint(Path(NAME)) == hub.snapshot
     frontend = open_frontend(EngineConfig(model=NAME, offline=True))

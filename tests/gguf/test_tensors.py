@@ -15,6 +15,7 @@ from gguf.quants import dequantize
 from compiled_mtp.gguf.config import hf_config
 from compiled_mtp.gguf.container import read_container
 from compiled_mtp.gguf.tensors import StoredTensor, stored_tensors
+from tests import gguf_files
 from tests.checkpoints import write_checkpoint
 from tests.gguf_files import convert, multiplied_out, read_tensors, write_gguf
 
@@ -234,6 +235,19 @@ def test_a_file_that_shrinks_and_a_positive_a_are_refused(tmp_path: Path) -> Non
     last = max(stored.values(), key=lambda one: one.source.runs[-1].tensor.offset)
     with pytest.raises(ValueError, match=r"model\.gguf must stay unchanged while it is loaded"):
         last.rows(0, last.shape[0])
+
+
+def test_a_head_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's converter can write one, for a draft model beside the trunk."""
+    source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64)
+    trunk = tuple(f"blk.{layer}." for layer in range(4))
+    head = {name: one for name, one in convert(source).items() if not name.startswith(trunk)}
+    monkeypatch.setattr(gguf_files, "convert", lambda directory, **_: head)
+    path = write_gguf(source, tmp_path / "mtp-model.gguf")
+    with pytest.raises(
+        ValueError, match=r"mtp-model.gguf must hold the model's layers, got an MTP head alone; "
+    ):
+        hf_config(read_container(path))
 
 
 def test_a_config_without_head_has_no_mtp_layer(tmp_path: Path) -> None:

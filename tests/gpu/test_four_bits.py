@@ -12,9 +12,10 @@ import torch
 from compiled_mtp.engine import Engine
 from compiled_mtp.ops.int4 import dequantize
 from compiled_mtp.ops.k_splits import add_tree
+from compiled_mtp.ops.left_config import LeftTile
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16, linear_w4a16_partials, linear_w4a16_silu_mul
 from compiled_mtp.ops.moe_experts import moe_experts_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles, launch_tiles
+from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts
 from compiled_mtp.ops.silu_mul import silu_mul
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
@@ -70,17 +71,25 @@ def test_experts_have_the_same_bits_and_the_values_of_float64(
     case = {name: tensor.cuda() for name, tensor in case.items()}
     stacks = [stack_values(case, name) for name in ("gate_up", "down")]
     exact = float64_block(case["x"], case["weights"], case["ids"], *stacks, None, None)
-    whole, prompt = (moe_experts_w4a16(**case, prefill=prefill) for prefill in (False, True))
-    for got in (whole, prompt):
-        assert rel_l2(got, exact) < 4e-3
+    whole = moe_experts_w4a16(**case)
+    assert rel_l2(whole, exact) < 4e-3
     for rows in (1, 3, 4, 16, 17, 33, 64, 100, 129):
-        for prefill, wanted in ((False, whole), (True, prompt)):
-            with poisoned_allocations():
-                got = moe_experts_w4a16(**first_rows(case, rows), prefill=prefill)
-            assert torch.equal(got, wanted[:rows]), (rows, prefill)
-    few = arguments(first_rows(case, 129))
-    for tiles in ((16, 64, 64, 2, 4), (16, 128, 128, 4, 3), (32, 64, 64, 4, 2), (32, 128, 128, 4, 3)):
-        assert torch.equal(launch_tiles(W4A16Tiles(*tiles), few), whole[:129]), tiles
+        with poisoned_allocations():
+            got = moe_experts_w4a16(**first_rows(case, rows))
+        assert torch.equal(got, whole[:rows]), rows
+    check_tiles(arguments(moe_experts_w4a16, first_rows(case, 129)), whole[:129])
+
+
+def check_tiles(args: Any, wanted: torch.Tensor) -> None:
+    """Compare the bits of tiles of 8 to 64 pairs, whatever their weight rows. args: of `launch_experts`."""
+    for gate_up, down in (
+        ((8, 32, 2, 4, 3), (8, 64, 4, 2, 3)),
+        ((16, 64, 2, 1, 4), (16, 128, 4, 1, 3)),
+        ((32, 64, 4, 1, 3), (32, 32, 2, 2, 2)),
+        ((64, 128, 4, 1, 3), (64, 64, 4, 1, 3)),
+    ):
+        tiles = Tiles(LeftTile(*gate_up), LeftTile(*down))
+        assert torch.equal(launch_experts(tiles, *args), wanted), tiles
 
 
 @pytest.mark.parametrize("is_shared_plain", [False, True])

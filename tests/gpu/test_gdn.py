@@ -85,16 +85,18 @@ def test_verify_equals_float64(shape: Shape, dtype: torch.dtype) -> None:
         assert rel_l2(got, exact) < 1e-6
 
 
-@pytest.mark.parametrize("least_many", [2, 32])
-def test_verify_windows_equal_single_steps(
-    shape: Shape, dtype: torch.dtype, least_many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Windows of three requests, as of many or not, against steps of one."""
-    monkeypatch.setattr("compiled_mtp.ops.gdn_verify.kernel.LEAST_MANY", least_many)
+@pytest.fixture(params=[2, 32])
+def least_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of two requests and more by the kernel of many requests, or by that of few."""
+    monkeypatch.setattr("compiled_mtp.ops.gdn_verify.kernel.LEAST_MANY", request.param)
+
+
+def test_verify_windows_equal_single_steps(shape: Shape, dtype: torch.dtype, least_many: None) -> None:
+    """Windows of three requests against steps of one."""
     check_windows_equal_single_steps(gdn_verify, shape, rounds=24, dtype=dtype, device="cuda")
 
 
-def test_unfolded_states_change_no_bit(shape: Shape, dtype: torch.dtype) -> None:
+def test_unfolded_states_change_no_bit(shape: Shape, dtype: torch.dtype, least_many: None) -> None:
     check_unfolded_states(gdn_verify, shape, rounds=21, dtype=dtype, device="cuda")
 
 
@@ -125,7 +127,7 @@ def test_verify_rows_do_not_depend_on_batch() -> None:
         assert_same_bits([apart_state], [state])
 
 
-def test_verify_graph_follows_slots_and_cursors() -> None:
+def test_verify_graph_follows_slots_and_cursors(least_many: None) -> None:
     """The graph is captured once; slots, cursors and inputs then change in place, also those of a padding
     row."""
     shape = SHAPES["4b"]
@@ -173,7 +175,10 @@ def test_verify_graph_follows_slots_and_cursors() -> None:
         assert torch.isfinite(captured).all()
 
 
-def test_verify_reaches_slots_beyond_two_to_the_31() -> None:
+@pytest.mark.parametrize("first_many", [1, 32])
+def test_verify_reaches_slots_beyond_two_to_the_31(first_many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel of many requests and by that of few."""
+    monkeypatch.setattr("compiled_mtp.ops.gdn_verify.kernel.LEAST_MANY", first_many)
     shape = SHAPES["27b"]
     slots = 2**31 // shape.value // 128 + 3
     layer = make_layer(shape, torch.bfloat16, device="cuda")

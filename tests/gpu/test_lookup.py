@@ -111,7 +111,7 @@ def test_forced_drafts_from_the_text_change_no_token(
     from compiled_mtp.ops.find_drafts import kernel
 
     monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
-    monkeypatch.setattr(kernel, "STEP", 0)
+    monkeypatch.setattr(kernel, "RISE", 0)
     engine = gpu_engine(checkpoint, mtp_step=mtp_step, max_batch=max_batch, lookup="auto", **options)
     shapes: list[RoundShape] = []
     found = run(engine, requests(), max_batch, shapes)
@@ -128,7 +128,7 @@ def test_wide_rounds_of_seven_drafts_change_no_token(
     from compiled_mtp.ops.find_drafts import kernel
 
     monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
-    monkeypatch.setattr(kernel, "STEP", 0)
+    monkeypatch.setattr(kernel, "RISE", 0)
     monkeypatch.setattr("compiled_mtp.runner.max_batch._WIDE_SHARE", 0.0)
     engine = gpu_engine(checkpoint, mtp_step="auto", max_batch=12, lookup="auto", compile="off")
     shapes: list[RoundShape] = []
@@ -155,7 +155,7 @@ def test_preempted_requests_keep_their_text(
     from compiled_mtp.ops.find_drafts import kernel
 
     monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
-    monkeypatch.setattr(kernel, "STEP", 0)
+    monkeypatch.setattr(kernel, "RISE", 0)
     sizes = {"max_batch": 4, "num_blocks": 7, "offload_gb": offload_gb, "compile": "off"}
     engine = gpu_engine(checkpoint, lookup="auto", **sizes)
     crowd(engine, -400)

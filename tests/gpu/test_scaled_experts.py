@@ -10,16 +10,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from compiled_mtp.ops.moe_experts import moe_experts_blocks
-from compiled_mtp.ops.moe_experts.blocks_kernel import launch_tiles
-from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles
 from tests.checkpoints import write_checkpoint
 from tests.gguf.test_tensors import SHAPES
 from tests.gguf_files import write_gguf
+from tests.gpu.test_four_bits import check_tiles
 from tests.gpu.test_moe import float64_block
 from tests.gpu.test_scaled_codes import streams
 from tests.models.test_scaled_codes import SIZES, medium
 from tests.ops.harness import poisoned_allocations, rel_l2
-from tests.ops.test_moe_blocks import KIND_PAIRS, arguments, case_of, first_rows, values_of
+from tests.ops.test_moe_blocks import KIND_PAIRS, case_of, first_rows, values_of
+from tests.ops.test_moe_w4a16 import arguments
 
 pytestmark = pytest.mark.gpu
 EXPERTS: dict[str, Any] = SIZES | {"num_layers": 4, "moe_intermediate_size": 512, "num_experts": 8}
@@ -34,17 +34,13 @@ def test_experts_have_the_same_bits_and_the_values_of_float64(
     stacks = [values_of(case, name).float().cuda() for name in ("gate_up", "down")]
     case = {name: one.cuda() if isinstance(one, torch.Tensor) else one for name, one in case.items()}
     exact = float64_block(case["x"], case["weights"], case["ids"], *stacks, None, None)
-    whole, prompt = (moe_experts_blocks(**case, prefill=prefill) for prefill in (False, True))
-    for got in (whole, prompt):
-        assert rel_l2(got, exact) < 4e-3
+    whole = moe_experts_blocks(**case)
+    assert rel_l2(whole, exact) < 4e-3
     for rows in (1, 3, 4, 16, 17, 33, 64, 65, 129):
-        for prefill, wanted in ((False, whole), (True, prompt)):
-            with poisoned_allocations():
-                got = moe_experts_blocks(**first_rows(case, rows), prefill=prefill)
-            assert torch.equal(got, wanted[:rows]), (rows, prefill)
-    few = arguments(first_rows(case, 129))
-    for tiles in ((16, 64, 64, 2, 4), (16, 128, 128, 4, 3), (32, 64, 64, 4, 2), (32, 128, 128, 4, 3)):
-        assert torch.equal(launch_tiles(W4A16Tiles(*tiles), few), whole[:129]), tiles
+        with poisoned_allocations():
+            got = moe_experts_blocks(**first_rows(case, rows))
+        assert torch.equal(got, whole[:rows]), rows
+    check_tiles(arguments(moe_experts_blocks, first_rows(case, 129)), whole[:129])
 
 
 def shared_in_q8_0(name: str) -> Type:

@@ -9,6 +9,8 @@ import torch
 
 from compiled_mtp.ops import left_large_m, left_launch, left_product
 from compiled_mtp.ops.device import Device
+from compiled_mtp.ops.moe_experts import codes
+from compiled_mtp.ops.moe_experts.grouping_kernel import OPTIONS
 from tests.ops import gluon_on_cpu
 
 HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
@@ -25,12 +27,12 @@ class OnCpu:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(
             *args: Any, num_warps: int, launch_pdl: bool, enable_fp_fusion: bool, **given: Any
         ) -> None:
             named = dict(zip(self.kernel.arg_names, args, strict=False))
-            gluon_on_cpu.run(self.kernel, grid, num_warps, INSTEAD, **named, **given)
+            gluon_on_cpu.run(self.kernel, (*grid, 1)[:2], num_warps, INSTEAD, **named, **given)
 
         return launch
 
@@ -42,3 +44,14 @@ def put_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (left_product, left_large_m, left_launch):
         monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
     monkeypatch.setattr(left_large_m, "describe_rows", gluon_on_cpu.Descriptor)
+
+
+def put_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let experts in codes run their products here; Triton's interpreter runs the launches around them."""
+    for name in ("gate_up_codes_kernel", "down_codes_kernel"):
+        monkeypatch.setattr(codes, name, OnCpu(getattr(codes, name)))
+
+    def options(x: torch.Tensor) -> dict[str, bool]:
+        return {"PDL": True, "launch_pdl": True, **OPTIONS}
+
+    monkeypatch.setattr(codes, "launch_options", options)

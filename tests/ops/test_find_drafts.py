@@ -94,7 +94,7 @@ def arguments(
 def learnt(matched: int, threshold: int, mean: int, kept: int, verify: int) -> tuple[int, int]:
     """The threshold and the mean after a round."""
     if matched and verify:
-        moved = threshold - 2 * (256 * kept - max(min(mean, 256 * verify), 128))
+        moved = threshold - max(256 * kept - max(min(mean, 256 * verify), 128), -512)
         return min(max(moved, LEAST_THRESHOLD), MOST_THRESHOLD), mean
     rested = threshold - 256 if threshold > 256 * MOST_MATCH else threshold
     return rested, mean + (256 * kept - mean) // 8 if verify else mean
@@ -178,7 +178,7 @@ def test_a_repeated_text_is_looked_up_sooner_and_a_wrong_match_later() -> None:
         find_drafts(token_ids, *rest, drafts, torch.tensor([[num_new, 0, 0, 0, 0, 0]]))
         seen.append(int(lookup.threshold[1]))
     # The first round verified a chain's drafts and kept none of them: 1.75 of a chain's are kept since.
-    changes = [0, -2.5, -5, -1.5, -4, -0.5]
+    changes = [0, -1.25, -2.5, -0.75, -2, -0.25]
     assert seen == [FIRST_THRESHOLD + 256 * change for change in changes]
     assert drafts[1].tolist() == [20, 21, 22]
 
@@ -195,8 +195,8 @@ def test_a_request_whose_longest_matches_are_wrong_leaves_them_to_its_chain_for_
         num_new = 1 if int(lookup.matched[1]) else 4
         found = find_drafts(token_ids, *rest, drafts, torch.tensor([[num_new, 0, 0, 0, 0, 0]]))
         matches.append(int(found.matches[0, 1]))
-    # The threshold is 8, 14, 20; the chain's rounds lower it to 16, the next miss raises it to 22.
-    assert matches == [16, 16, *[0] * 4, 16, *[0] * 6, 16, *[0] * 6, 16, *[0] * 3]
+    # After five misses the threshold is 18. Two rounds of the chain lower it to 16, the next miss raises it.
+    assert matches == [*[16] * 5, *[0, 0, 16] * 6, 0]
 
 
 @pytest.mark.parametrize("verify", [None, 0, 3, 15])

@@ -183,17 +183,8 @@ def test_unfolded_states_in_interpreter(interpreter: None) -> None:
     check_unfolded_states(gdn_verify.launch, Shape(1, 2, 16, 16), rounds=4)
 
 
-@pytest.mark.parametrize("least_many", [2, 32])
-def test_kernel_windows_equal_single_steps_in_interpreter(
-    interpreter: None, monkeypatch: pytest.MonkeyPatch, least_many: int
-) -> None:
-    """Three value heads per key head, dk unlike dv, random acceptance, NaN where nothing may be read.
-
-    Windows of three requests, as of many or not, against steps of one.
-    """
-    from compiled_mtp.ops.gdn_verify import kernel
-
-    monkeypatch.setattr(kernel, "LEAST_MANY", least_many)
+def test_kernel_windows_equal_single_steps_in_interpreter(interpreter: None) -> None:
+    """Three value heads per key head, dk unlike dv, random acceptance, NaN where nothing may be read."""
     check_windows_equal_single_steps(gdn_verify.launch, Shape(1, 3, 32, 8 * 2), rounds=3)
 
 

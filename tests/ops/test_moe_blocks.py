@@ -8,14 +8,21 @@ import pytest
 import torch
 
 from compiled_mtp.ops.blocks import KINDS, products
+from compiled_mtp.ops.left_config import LeftTile
 from compiled_mtp.ops.moe_experts import moe_experts_blocks
-from compiled_mtp.ops.moe_experts.blocks_kernel import launch_tiles
-from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles
+from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts
 from tests.ops.harness import check_compiles, poisoned_allocations
+from tests.ops.left_on_cpu import put_experts_on_cpu
 from tests.ops.test_linear_blocks import scaled_codes
 from tests.ops.test_moe_experts import loop_float64, relative_error, routing
+from tests.ops.test_moe_w4a16 import arguments
 
 Case = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_experts_on_cpu(monkeypatch)
 
 
 # Pairs of kinds: that of gate and up, and that of down.
@@ -67,18 +74,17 @@ def test_kernel_in_interpreter(interpreter: None, kinds: tuple[str, str]) -> Non
     case = case_of(5, 3, 2, 256, 128, kinds)
     wide = torch.full((5, 264), float("nan")).bfloat16()
     wide[:, :256] = case["x"]
-    for prefill in (False, True):
-        with poisoned_allocations():
-            got = moe_experts_blocks.launch(**case | {"x": wide[:, :256], "prefill": prefill})
-        assert relative_error(got, exact(case)) < 5e-3
+    with poisoned_allocations():
+        got = moe_experts_blocks.launch(**case | {"x": wide[:, :256]})
+    assert relative_error(got, exact(case)) < 5e-3
     assert relative_error(moe_experts_blocks(**case), exact(case)) < 5e-3
 
 
 def test_rows_do_not_depend_on_their_company_in_interpreter(interpreter: None) -> None:
-    """Experts with no pair, one pair, and with many, in tiles of 16 and 32 pairs."""
+    """Experts with no pair, one pair, and with many, in tiles of 8, 16 and 64 pairs."""
     case = case_of(33, 3, 2, 128, 512)
     case["ids"][:, 0] = 0
-    case["ids"][:, 1] = torch.where(torch.arange(33) % 16 == 0, 1, 3).int()
+    case["ids"][:, 1] = torch.where(torch.arange(33) % 16 == 0, 1, 2).int()
     with poisoned_allocations():
         whole = moe_experts_blocks.launch(**case)
         assert relative_error(whole, exact(case)) < 5e-3
@@ -87,21 +93,14 @@ def test_rows_do_not_depend_on_their_company_in_interpreter(interpreter: None) -
             assert torch.equal(got, whole[:rows]), rows
 
 
-def arguments(case: Case) -> Any:
-    """The record that a kernel's launch takes."""
-    found: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        launch = "compiled_mtp.ops.moe_experts.blocks_kernel.launch_tiles"
-        patch.setattr(launch, lambda config, args: found.append(args))
-        moe_experts_blocks.launch(**case)
-    return found[0]
-
-
 def test_tiles_have_the_same_bits_in_interpreter(interpreter: None) -> None:
-    args = arguments(case_of(4, 2, 1, 128, 512))
-    whole = launch_tiles(W4A16Tiles(16, 64, 64, 2, 4), args)
-    for tiles in (W4A16Tiles(32, 128, 128, 4, 3), W4A16Tiles(16, 256, 64, 4, 2)):
-        assert torch.equal(launch_tiles(tiles, args), whole), tiles
+    args = arguments(moe_experts_blocks, case_of(4, 2, 1, 128, 512))
+    whole = launch_experts(Tiles(LeftTile(8, 64, 2, 2, 3), LeftTile(8, 64, 2, 2, 3)), *args)
+    for tiles in (
+        Tiles(LeftTile(16, 128, 4, 1, 3), LeftTile(16, 128, 4, 3, 2)),
+        Tiles(LeftTile(64, 32, 2, 1, 4), LeftTile(64, 256, 8, 1, 3)),
+    ):
+        assert torch.equal(launch_experts(tiles, *args), whole), tiles
 
 
 def test_registration_and_compile() -> None:
@@ -109,7 +108,7 @@ def test_registration_and_compile() -> None:
     case = case_of(3, 2, 2, 128, 128)
     names = ("x", "weights", "ids", "gate_up", "down", "gate_up_scale", "down_scale")
     names += ("shared_gate_up", "shared_down", "gate_up_kind", "down_kind")
-    args = (*(case[name] for name in names), False)
+    args = tuple(case[name] for name in names)
     torch.library.opcheck(moe_experts_blocks.overload, args, test_utils=kinds)
     check_compiles(moe_experts_blocks, [args])
 

@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.int4 import dequantize, pack, unpack
+from compiled_mtp.ops.left_config import LeftTile, form_of_int4, form_of_kind
 from compiled_mtp.ops.moe_experts import moe_experts_w4a16, moe_hidden_w4a16, moe_sums_w4a16
-from compiled_mtp.ops.moe_experts.w4a16_kernel import W4A16Tiles, launch_tiles
+from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts, plain_stages, tiles_for
 from tests.ops.harness import check_compiles, poisoned_allocations
+from tests.ops.left_on_cpu import put_experts_on_cpu
 from tests.ops.test_linear_w4a16 import four_bits
 from tests.ops.test_moe_experts import loop_float64, relative_error, routing
 
 Case = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_experts_on_cpu(monkeypatch)
 
 
 def stack(experts: int, n: int, k: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,17 +81,16 @@ def test_kernel_in_interpreter(interpreter: None, group: int, is_shared_plain: b
     case = case_of(5, 4, 2, 256, 128, group, is_shared_plain=is_shared_plain, dtype=dtype)
     wide = torch.full((5, 264), float("nan")).bfloat16()
     wide[:, :256] = case["x"]
-    for prefill in (False, True):
-        with poisoned_allocations():
-            got = moe_experts_w4a16.launch(**case | {"x": wide[:, :256], "prefill": prefill})
-        assert got.dtype == torch.bfloat16
-        assert relative_error(got, exact(case)) < 5e-3
+    with poisoned_allocations():
+        got = moe_experts_w4a16.launch(**case | {"x": wide[:, :256]})
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got, exact(case)) < 5e-3
     assert relative_error(moe_experts_w4a16(**case), exact(case)) < 5e-3
 
 
 @pytest.mark.parametrize("is_shared_plain", [False, True])
 def test_rows_do_not_depend_on_their_company_in_interpreter(interpreter: None, is_shared_plain: bool) -> None:
-    """Experts with no pair, one pair, and with many, in tiles of 16 and 32 pairs."""
+    """Experts with no pair, one pair, and with many, in tiles of 8, 16, 32 and 64 pairs."""
     case = case_of(129, 12, 2, is_shared_plain=is_shared_plain)
     # Most rows ask one expert, a few the others, and none the last.
     case["ids"][:, 0] = 0
@@ -105,27 +112,27 @@ def test_random_routings_have_the_same_bits_in_interpreter(interpreter: None) ->
         assert torch.equal(moe_experts_w4a16.launch(**first_rows(mixed, rows)), whole[order[:rows]]), rows
 
 
-def arguments(case: Case) -> Any:
-    """The record that a kernel's launch takes."""
+def arguments(operator: Any, case: Case) -> Any:
+    """What launch_experts takes after the tiles."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        launch = "compiled_mtp.ops.moe_experts.w4a16_kernel.launch_tiles"
-        patch.setattr(launch, lambda config, args: found.append(args))
-        moe_experts_w4a16.launch(**case)
+        launch = "compiled_mtp.ops.moe_experts.codes.launch_experts"
+        patch.setattr(launch, lambda tiles, *args: found.append(args))
+        operator.launch(**case)
     return found[0]
 
 
 def test_tiles_have_the_same_bits_in_interpreter(interpreter: None) -> None:
     case = case_of(20, 3, 2, 256, 512, is_shared_plain=True)
-    args = arguments(case)
-    whole = launch_tiles(W4A16Tiles(16, 64, 64, 2, 4), args)
+    args = arguments(moe_experts_w4a16, case)
+    whole = launch_experts(Tiles(LeftTile(8, 64, 2, 2, 3), LeftTile(8, 64, 2, 2, 3)), *args)
     assert relative_error(whole, exact(case)) < 5e-3
     for tiles in (
-        W4A16Tiles(32, 128, 128, 4, 3),
-        W4A16Tiles(16, 32, 16, 4, 2),
-        W4A16Tiles(32, 256, 32, 8, 3),
+        Tiles(LeftTile(32, 128, 4, 1, 3), LeftTile(32, 32, 2, 2, 2)),
+        Tiles(LeftTile(16, 32, 2, 1, 4), LeftTile(16, 96, 2, 4, 3)),
+        Tiles(LeftTile(64, 256, 8, 3, 2), LeftTile(64, 64, 4, 1, 5)),
     ):
-        assert torch.equal(launch_tiles(tiles, args), whole), tiles
+        assert torch.equal(launch_experts(tiles, *args), whole), tiles
 
 
 def cut(case: Case, columns: slice) -> Case:
@@ -149,11 +156,23 @@ def cut(case: Case, columns: slice) -> Case:
     return case | own
 
 
+@pytest.mark.parametrize("pairs", [1, 36, 1152, 2304, 4608, 9216, 18432])
+def test_tiles_fit(pairs: int) -> None:
+    """The smallest shared memory of a supported GPU, and one tile for nearly every expert."""
+    tiles = tiles_for(pairs, 257)
+    assert tiles.gate_up.block_m == tiles.down.block_m >= min(0.7 * pairs / 257, 64)
+    for tile in tiles:
+        assert tile.block_n % (16 * tile.num_warps) == 0
+        for form in (*map(form_of_kind, KINDS), form_of_int4(torch.float16, 4)):
+            plain = plain_stages(tile, form) * (tile.block_m + tile.block_n) * 64 * 2
+            assert max(tile.shared_bytes(form), plain) <= 99 * 1024, form
+
+
 def test_registration_and_compile() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for is_shared_plain in (False, True):
         case = case_of(3, 4, 2, is_shared_plain=is_shared_plain)
-        args = (*case.values(), *((None, None) if not is_shared_plain else ()), False)
+        args = (*case.values(), *((None, None) if not is_shared_plain else ()))
         torch.library.opcheck(moe_experts_w4a16.overload, args, test_utils=kinds)
         check_compiles(moe_experts_w4a16, [args])
 
@@ -202,16 +221,8 @@ def test_products_apart_have_the_bits_of_the_whole(
 def test_products_apart_are_registered_and_refuse() -> None:
     kinds = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     case = case_of(3, 4, 2)
-    first = (case["x"], case["ids"], case["gate_up"], case["gate_up_scale"], None, False)
-    second = (
-        moe_hidden_w4a16(*first),
-        case["weights"],
-        case["ids"],
-        case["down"],
-        case["down_scale"],
-        None,
-        False,
-    )
+    first = (case["x"], case["ids"], case["gate_up"], case["gate_up_scale"], None)
+    second = (moe_hidden_w4a16(*first), case["weights"], case["ids"], case["down"], case["down_scale"], None)
     for made, args in ((moe_hidden_w4a16, first), (moe_sums_w4a16, second)):
         torch.library.opcheck(made.overload, args, test_utils=kinds)
         check_compiles(made, [args])

@@ -185,7 +185,7 @@ def test_ranks_of_other_versions_are_refused_and_end_with_rank_0(directory: Path
     while not alone._processes.hellos:
         alone.check()
         time.sleep(0.01)
-    # As when rank 0 is killed: nobody closes anything, and what it has written to ends.
+    # As when rank 0 is killed: it closes nothing, and the pipes that it writes to end.
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(MOST_S) == 1
@@ -391,7 +391,7 @@ def test_the_cause_of_a_failed_collective_is_another_rank(
         alone = AloneRanks(spec_of(config_of(directory, 4)))
         alone._processes.counts |= counts
         assert alone.fail("CommunicatorError: timed out", 7) == Fault(rank, text)
-    # What waits on a device for whoever is lost is told to end, since nobody will come.
+    # A kernel that waits on a device for the lost rank is told to end, since the rank will not come.
     communicator, told = thread_communicators(1)[0], list[str]()
     communicator.abort = lambda: told.append("abort")  # type: ignore[method-assign]
     communicator.release = lambda: told.append("release")  # type: ignore[method-assign]

@@ -288,7 +288,7 @@ def test_a_replica_that_stands_alone_is_asked_until_another_comes(monkeypatch: p
         asyncio.run(read(engine))
 
 
-def test_nobody_begins() -> None:
+def test_no_replica_begins() -> None:
     class Silent(Replica):
         async def decode(self, call: Any) -> Any:
             self.calls.append(call)

@@ -446,7 +446,7 @@ def test_checkpoints_take_their_bytes_before_the_blocks_do() -> None:
     room = free - 33 * given.state_row_bytes - taken
     assert given.num_blocks == min(room // given.block_bytes, 32 * 64 + 1)
     assert given.total_bytes <= free
-    # 4 GiB unless somebody says otherwise, and an eighth of less than 32.
+    # 4 GiB by default, and an eighth of less than 32.
     default = plan_memory(free, shape, prefix_cache_bytes=None, **numbers)
     assert default.num_snapshots == (4 << 30) // CHECKPOINT_27B
     default = plan_memory(16 << 30, shape, prefix_cache_bytes=None, **numbers)

@@ -48,14 +48,14 @@ def test_tokens_of_the_engine_itself() -> None:
         async for output in async_engine.generate(prompts[0], three):
             found[output.index] += output.new_token_ids
         assert found == choices
-        # Whoever leaves ends every choice, and each of them counts as long as it is open.
+        # A reader that leaves ends every choice; each choice counts as long as it is open.
         stream = async_engine.generate(prompts[0], three.model_copy(update={"max_tokens": 900}))
         await anext(stream)
         assert async_engine.num_open == 3
         await stream.aclose()  # type: ignore[attr-defined]
         while async_engine.num_open:
             await asyncio.sleep(0.01)
-        # That would never fit, whoever ends.
+        # Three choices never fit, even if all open requests end.
         with pytest.raises(
             ValueError, match=r"n must be at most 512 \(max_open\) .*, got 528; ask for fewer"
         ):
@@ -81,7 +81,7 @@ def test_tokens_of_the_engine_itself() -> None:
     assert asyncio.run(run()) == expected
 
 
-def test_whoever_has_an_answer_finds_it_counted(engine: ScriptedEngine) -> None:
+def test_a_client_with_an_answer_finds_it_counted(engine: ScriptedEngine) -> None:
     counted: list[int] = []
 
     class Slow:
@@ -128,10 +128,10 @@ def test_leaving_aborts_within_a_step(engine: ScriptedEngine) -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_takes_long_to_prepare_delays_nobody(
+def test_a_request_that_takes_long_to_prepare_delays_no_other(
     engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a grammar does that takes seconds to compile; whoever gives it up, or stops, waits for no one."""
+    """A grammar may take seconds to compile; a caller that gives up or stops does not wait for it."""
     plain, may_go = engine.add_request, threading.Event()
 
     def slow(*args: Any, prompt_token_ids: Any = None, **fields: Any) -> str:
@@ -167,7 +167,7 @@ def test_a_request_that_takes_long_to_prepare_delays_nobody(
     asyncio.run(run())
 
 
-def test_an_abort_that_comes_late_ends_nobody_else_of_the_same_id(engine: ScriptedEngine) -> None:
+def test_an_abort_that_comes_late_ends_no_later_request_of_the_same_id(engine: ScriptedEngine) -> None:
     engine.step_s = 0.05
 
     async def run() -> None:

@@ -59,6 +59,18 @@ def test_one_setting_with_more_slots(bench_engine: Any, capsys: pytest.CaptureFi
     assert "must name some of off, auto, got 'on'" in capsys.readouterr().err
 
 
+def test_engines_that_choose_their_depths_may_be_held_at_one(
+    bench_engine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--kind=random", "--texts=2", "--rates=3.7", "--at-depth=1"]
+    bench_engine.main([*FLAGS, "--mtp-step=auto", *given])
+    off, auto = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert off["rounds"] == auto["rounds"]
+    assert 1.5 < off["tokens_per_round"] < 2.0
+    with pytest.raises(SystemExit, match="error: --at-depth needs --mtp-step auto, got 3"):
+        bench_engine.main([*FLAGS, *given])
+
+
 def test_nothing_is_printed_for_other_tokens(
     bench_engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def test_modes_that_become_rgb(vision, mode):
     assert prepare_image(picture(64, 64), vision).pixels == picture(64, 64).tobytes()
 
 
-def test_a_transparent_palette_warns_nobody(vision, recwarn):
+def test_a_transparent_palette_causes_no_warning(vision, recwarn):
     image = picture(64, 64).convert("P")
     image.info["transparency"] = bytes(range(255))
     prepare_image(image, vision)

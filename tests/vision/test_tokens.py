@@ -86,7 +86,7 @@ def test_mixed_traffic(dense: Path, mtp_step: Any, options: dict[str, Any]) -> N
 def test_drafts_from_texts_with_images(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pads of images are neither matched nor drafted, and the text on both sides of an image is."""
     monkeypatch.setattr(drafters, "FIRST_THRESHOLD", LEAST_THRESHOLD)
-    monkeypatch.setattr(cpu, "STEP", 0)
+    monkeypatch.setattr(cpu, "RISE", 0)
     params = SamplingParams(max_tokens=24, seed=5, ignore_eos=True, logprobs=1, allowed_token_ids=[5, 6])
     prompts = {str(n): make_prompt(SIZES[n], n, pad_of(dense), least_text=3) for n in (1, 2, 5)}
     found = []

@@ -20,6 +20,8 @@ from default_model_training.export import export_checkpoint, stored_dtype
 from default_model_training.model import ModelShape, TrainingModel
 
 DEPTH_WEIGHTS = (0.4, 0.35, 0.25)
+# The most held-out sequences of a report.
+_HELDOUT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,13 @@ def optimizer_for(parameters: list[tuple[str, nn.Parameter]], rate: float, decay
 
 
 @torch.no_grad()
-def heldout_metrics(model: TrainingModel, stream: Tensor, length: int, limit: int = 64) -> dict[str, float]:
+def heldout_metrics(model: TrainingModel, stream: Tensor, length: int) -> dict[str, float]:
     """Return the held-out bits per token and, per depth, how often draft and trunk have the same argmax."""
     was_training = model.training
     model.eval()
     torch.compiler.set_stance("force_eager")
     starts = torch.arange(0, len(stream) - length - 1, length, device=stream.device)
-    starts = starts[:: max(len(starts) // limit, 1)][:limit]
+    starts = starts[:: max(len(starts) // _HELDOUT_ROWS, 1)][:_HELDOUT_ROWS]
     rows = stream[starts[:, None] + torch.arange(length + 1, device=stream.device)].long()
     with mixed_precision(stream.device):
         hidden = model.hidden(rows[:, :-1])

@@ -112,6 +112,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--own-chain", action="store_true", help="compare the model's own drafts, too")
     parser.add_argument(
+        "--at-depth", type=int, help="with --mtp-step auto: the depth of every round, so that engines agree"
+    )
+    parser.add_argument(
         "--tuning", action="store_true", help="take the half of the edits that thresholds may be tuned on"
     )
     parser.add_argument("--edits", type=Path, metavar="FILE", help="read edits from a file of --save-edits")
@@ -216,6 +219,10 @@ def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[in
             scoring=True,
             synthetic_acceptance=0.0,
         )
+    if flags.at_depth is not None:
+        assert flags.mtp_step == "auto", f"--at-depth needs --mtp-step auto, got {flags.mtp_step}"
+        assert engine._depths is not None
+        engine._depths.controller.choose = lambda *_: flags.at_depth  # type: ignore[method-assign]
     return engine, force_outputs(engine)
 
 

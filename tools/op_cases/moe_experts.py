@@ -1,7 +1,7 @@
 """Cases of `moe_experts`, `moe_experts_blocks`, `moe_experts_w4a16` and `moe_experts_w8a8`: the block after
 the router.
 
---set prefill=1 for a prompt's rows, not of weights in codes; of four-bit weights group=32 or 64
+--set prefill=1 for a prompt's rows, which codes multiply as any others; of four-bit weights group=32 or 64
 for smaller groups, and shared=1 for a plain shared expert; codes=1 for scaled codes alone, in the pairs of
 kinds of KIND_PAIRS.
 """
@@ -286,10 +286,9 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         )
         call = functools.partial(moe_experts, prefill=name == "prefill")
         yield launch(f"{name}-{dtype_label(dtype)}", call, make, dtype)
-    # Tiles of 16 and of 32 pairs, and a prompt's; only the first for all formats.
+    # Tiles of 8, 16, 32 and 64 pairs; only the first for all formats.
     groups = ((128, False), (128, True), (64, False), (32, False))
-    for name, rows in (("4", ROWS), ("512", 512), ("prefill", PREFILL_ROWS)):
-        is_prompt = name == "prefill"
+    for rows in (ROWS, 256, 512, PREFILL_ROWS):
         for group, is_shared_plain in groups if rows == ROWS else groups[:1]:
             inputs = functools.partial(
                 four_bit_inputs,
@@ -298,12 +297,11 @@ def launches(capability: int) -> Iterator[LaunchCase]:
                 group=group,
                 is_shared_plain=is_shared_plain,
             )
-            label = f"{name}-int4-g{group}{'-plain-shared' if is_shared_plain else ''}"
-            yield launch(label, functools.partial(moe_experts_w4a16, prefill=is_prompt), inputs)
+            label = f"{rows}-int4-g{group}{'-plain-shared' if is_shared_plain else ''}"
+            yield launch(label, moe_experts_w4a16, inputs)
         for kinds in KIND_PAIRS if rows == ROWS else KIND_PAIRS[:1]:
             inputs = functools.partial(block_inputs, shape=SHAPES["35b-a3b"], rows=rows, kinds=kinds)
-            call = functools.partial(moe_experts_blocks, prefill=is_prompt)
-            yield launch(f"{name}-{'-'.join(kinds)}", call, inputs)
+            yield launch(f"{rows}-{'-'.join(kinds)}", moe_experts_blocks, inputs)
     shards = functools.partial(expert_shards, rows=PREFILL_ROWS, is_fp8=False)
     yield LaunchCase("halves", shards)
     for name, is_shared_plain in (("halves-int4", False), ("halves-int4-plain-shared", True)):

@@ -95,7 +95,7 @@ class GPTQ(IntegerWeight):
         self.check_indices()
         self.check_finite("scales")
         if self.only_zero is not None:
-            # Of 32 / bits codes each: equal codes make equal words.
+            # A word holds 32 / bits codes; equal codes make equal words.
             both = torch.stack(torch.aminmax(self.whole("qzeros")))
             zeros = unpack_columns(both, self.bits)
             other = zeros[zeros != self.only_zero]
