@@ -4,7 +4,8 @@ A task is one K split of one tile of BN weight rows, for one tile of BM rows. Th
 its tasks evenly, to a step of BK columns, so that all processors work equally long. A task may therefore be
 cut in two: a program hands the float32 sums of the first columns over to the next program, which goes on
 from them. Where a weight has few tiles, several programs sum some of a tile's K splits each, and add what
-they have as a tree. Neither changes a bit: the order of sums over K is that of `linear_kernel` and `linear_w8a8_kernel`.
+they have as a tree. Neither changes a bit: the order of sums over K is that of `linear_kernel` and
+`linear_w8a8_kernel`.
 
 Programs of several row tiles have the same tasks at the same time: the weight is read from memory once.
 
