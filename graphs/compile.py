@@ -29,8 +29,10 @@ Inputs = tuple[torch.Tensor | int | RoundShape, ...]
 
 
 @contextmanager
-def compiler_settings() -> Iterator[None]:
+def compiler_settings(shared_sizes: Collection[int] = ()) -> Iterator[None]:
     """Compiler settings under which a row's bits depend on that row alone.
+
+    shared_sizes: the sizes that `mark_sizes` declares for the programs compiled inside, if any.
 
     The compiler makes no reduction inside a row (these are our operators), rounds casts where eager code
     rounds, and chooses nothing by timing. A CUDA graph that cannot be captured is an error instead of a slow
@@ -55,7 +57,10 @@ def compiler_settings() -> Iterator[None]:
     }
     if hasattr(inductor, "batch_invariant"):
         changes["batch_invariant"] = True
-    with inductor.patch(changes):
+    # The compiler's caches do not know the range of sizes; code for one range is wrong in a wider one.
+    caches: Any = torch.compiler.config
+    tags = (caches.cache_key_tag, *(str(size) for size in sorted(shared_sizes)))
+    with inductor.patch(changes), caches.patch(cache_key_tag=" ".join(filter(None, tags))):
         yield
 
 

@@ -16,6 +16,8 @@ GROUP_ROWS = 64
 
 # Of an H100 and an H200.
 PROCESSORS = 132
+CUT_CYCLES = 14_000
+"""What a large-M product takes longer if programs cut tasks: to hand sums over, and to begin more tasks."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,47 @@ class LargeMTile:
     """One launch configuration of `left_large_m_kernel`.
 
     A tile has `block_m` rows, and 64 weight rows for each of `groups` warp groups. registers: those of a
-    thread of the warp groups that multiply. num_stages: units of 128 columns in shared memory. ahead: units
-    whose scales are loaded early.
+    thread of the warp groups that multiply. num_stages: chunks of `chunk` units of 128 columns in shared
+    memory. ahead: chunks whose scales are loaded early. cycles: what a unit takes on an H200.
     """
 
     block_m: int
     groups: int
     registers: int
     num_stages: int
+    chunk: int = 1
     ahead: int = 2
+    cycles: int = 1000
 
     def shared_bytes(self, form: LeftForm) -> int:
         """Shared memory of a program: rows in bfloat16, words."""
-        return self.num_stages * (self.block_m * 256 + self.groups * GROUP_ROWS * 2 * form.words)
+        unit = self.block_m * 256 + self.groups * GROUP_ROWS * 2 * form.words
+        return self.num_stages * self.chunk * unit
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How programs share a product's tasks: `share` units of `unit` chunks each, the first `more` programs
+    one unit more. cycles: estimated, on an H200."""
+
+    programs: int
+    share: int
+    more: int
+    unit: int
+    cycles: float
+
+
+def share_tasks(tile: LargeMTile, rows: int, n: int, split: int, units: int, processors: int) -> Shares:
+    """How programs share the tiles of `rows` rows and `n` weight rows in `split` K splits of `units` units:
+    a task each or, where the last round of tasks would leave many processors idle, equally many chunks."""
+    tasks = -(-n // (GROUP_ROWS * tile.groups)) * -(-rows // tile.block_m) * split
+    length = -(-units // tile.chunk)
+    whole = -(-tasks // processors) * units * tile.cycles
+    cut = tasks * units * tile.cycles / processors + CUT_CYCLES
+    # With fewer tasks a program could wait for another that waits itself.
+    if tasks <= processors or whole <= cut:
+        return Shares(tasks, 1, 0, length, whole)
+    return Shares(processors, *divmod(tasks * length, processors), 1, cut)
 
 
 def is_int4(form: LeftForm) -> bool:
@@ -124,41 +154,38 @@ def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> Lef
     return LeftTile(block_m, block_n, block_n // 16, 1, stages)
 
 
-# Tiles of large-M products, and the cycles that a unit of one takes on an H200: of kinds with one scale a
-# unit, which multiplies its sum, of kinds that scale values, and of the others.
-SUM_TILES = {
-    LargeMTile(32, 5, 88, 4): 1580,
-    LargeMTile(32, 3, 152, 5): 1230,
-    LargeMTile(32, 2, 232, 5): 1060,
-    LargeMTile(64, 3, 152, 4): 1520,
-    LargeMTile(64, 2, 232, 4): 1240,
-    LargeMTile(128, 2, 232, 4): 1700,
-}
-VALUE_TILES = {
-    LargeMTile(32, 5, 88, 4): 2600,
-    LargeMTile(32, 3, 152, 5): 1660,
-    LargeMTile(32, 2, 232, 5): 1250,
-    LargeMTile(64, 3, 152, 4): 1960,
-    LargeMTile(64, 2, 232, 4): 1450,
-    LargeMTile(128, 3, 152, 3): 2540,
-    LargeMTile(128, 2, 232, 4): 1840,
-}
-OTHER_TILES = {
-    LargeMTile(32, 3, 152, 5): 1950,
-    LargeMTile(32, 2, 232, 5): 1380,
-    LargeMTile(64, 2, 232, 3): 1790,
-}
+# Tiles of large-M products: of kinds with one scale a unit, which multiplies its sum, of kinds that scale
+# values, and of the others.
+SUM_TILES = (
+    LargeMTile(32, 5, 88, 4, cycles=1580),
+    LargeMTile(32, 3, 152, 5, cycles=1230),
+    LargeMTile(32, 2, 232, 3, 4, 1, cycles=910),
+    LargeMTile(64, 3, 152, 4, cycles=1520),
+    LargeMTile(64, 2, 232, 4, cycles=1240),
+    LargeMTile(128, 2, 232, 4, ahead=3, cycles=1700),
+)
+VALUE_TILES = (
+    LargeMTile(32, 5, 88, 4, cycles=2600),
+    LargeMTile(32, 3, 152, 5, cycles=1660),
+    LargeMTile(32, 2, 232, 5, cycles=1250),
+    LargeMTile(64, 3, 152, 4, cycles=1960),
+    LargeMTile(64, 2, 232, 4, cycles=1450),
+    LargeMTile(128, 3, 152, 3, cycles=2540),
+    LargeMTile(128, 2, 232, 4, cycles=1840),
+)
+OTHER_TILES = (
+    LargeMTile(32, 3, 152, 5, cycles=1950),
+    LargeMTile(32, 2, 232, 5, cycles=1380),
+    LargeMTile(64, 2, 232, 3, cycles=1790),
+)
 
 
-def large_m_tile(rows: int, n: int, split: int, form: LeftForm) -> LargeMTile:
-    """The tile for 17 rows and more of a weight of `n` rows on Hopper, whose K `split` programs sum: the one
-    whose rounds of all processors take the least time."""
-    per_unit = 128 // form.width
-    tiles = {0: VALUE_TILES, per_unit: SUM_TILES}.get(form.parts_per_scale, OTHER_TILES)
+def large_m_tile(
+    rows: int, n: int, split: int, units: int, form: LeftForm, processors: int = PROCESSORS
+) -> LargeMTile:
+    """The tile for 17 rows and more of a weight of `n` rows on Hopper, whose K has `split` splits of `units`
+    units: the one with which the processors take the least time."""
+    tiles = {0: VALUE_TILES, 128 // form.width: SUM_TILES}.get(form.parts_per_scale, OTHER_TILES)
     fewest_rows = 32 if rows <= 32 else 64
-
-    def time(tile: LargeMTile) -> int:
-        programs = -(-n // (GROUP_ROWS * tile.groups)) * -(-rows // tile.block_m) * split
-        return -(-programs // PROCESSORS) * tiles[tile]
-
-    return min((tile for tile in tiles if tile.block_m >= fewest_rows), key=time)
+    fitting = (tile for tile in tiles if tile.block_m >= fewest_rows)
+    return min(fitting, key=lambda tile: share_tasks(tile, rows, n, split, units, processors).cycles)

@@ -79,6 +79,7 @@ class ProgramMaker:
         self.capture_s = 0.0
         self._communicator = communicator
         self._save_to: Path | None = None
+        self._shared_sizes: tuple[int, ...] = ()
         # The memory pool of the CUDA graphs.
         self._pool: Any = None
 
@@ -99,7 +100,7 @@ class ProgramMaker:
             self._pool = torch.cuda.graph_pool_handle()
         # Programs by name, for the other shapes that share them.
         made: dict[str, Program] = {}
-        with compiler_settings():
+        with compiler_settings(self._shared_sizes):
             for done, shape in enumerate(shapes):
                 if self.is_plain(shape):
                     shape.programs[shape.key] = self.capture(shape.programs[shape.key], shape.inputs)
@@ -115,6 +116,7 @@ class ProgramMaker:
         inputs, which differ in size."""
         mark_static([*self.step.parameters(), *self.step.buffers(), *inputs])
         mark_sizes(shared)
+        self._shared_sizes = tuple(len(tensor) for tensor in shared)
 
     def make_ready(self, shape: Shape, program: Program) -> None:
         """Run a compiled program until it is ready, capture it with graph_mode "replay", and put it into the

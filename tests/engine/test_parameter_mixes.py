@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from compiled_mtp.graphs.buckets import RoundShape
+from compiled_mtp.ops.features import RECENT_IDS
 from compiled_mtp.plan import SlotSampling, StepPlan, StepResult
 from compiled_mtp.runner.runner import Runner
 from tests.checkpoints import write_checkpoint
@@ -194,6 +195,21 @@ def test_each_parameter_has_its_effect(tmp_path: Path) -> None:
     assert len(set(got["frequency"])) == COUNT
     assert len(set(got["presence"])) == COUNT
     assert got["repetition"][0] != first
+
+
+def test_the_last_tokens_of_a_slot_are_those_of_its_request_alone(runners: dict[int, Runner]) -> None:
+    """Bad words read them in a ring by position, which the slot's last request has filled."""
+    neutral = SlotSampling(1, 0.0, 0, 1.0, 0.0)
+    first = alone(runners[0], PROMPTS[0], neutral, False).driver.tokens["a"][0]
+    mixed = Mixed(runners[0], set())
+    mixed.start("a", 1, PROMPTS[1], replace(neutral, bad_words=((500, 501, 502),)), 0)
+    while len(mixed.driver.tokens["a"]) < RECENT_IDS:
+        mixed.round(["a"], 0, 0)
+    others = runners[0].step.slots.recent_ids[1].tolist()
+    assert min(others) >= 0
+    banned = tuple((other, first) for other in set(others))
+    mixed.start("b", 1, PROMPTS[0], replace(neutral, bad_words=banned), 0)
+    assert mixed.driver.tokens["b"] == [first]
 
 
 def test_masks_are_checked(runners: dict[int, Runner]) -> None:

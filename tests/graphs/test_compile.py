@@ -80,6 +80,23 @@ def gates_first(nodes: list[Any], *rest: Any) -> list[Any]:
     return nodes
 
 
+def test_a_program_takes_no_cached_code_of_other_sizes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An engine of batches of 2, 4 and 8 opens after one of 3 and 8, whose code is in the cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tag = torch.compiler.config.cache_key_tag
+    for sizes in ((8, 3), (8, 4, 2)):
+        torch._dynamo.reset()
+        tensors = [torch.arange(size * 5.0).view(size, 5) for size in sizes]
+        mark_sizes(tensors)
+        with compiler_settings(sizes), torch.no_grad():
+            program = compile_program(lambda x: (x * 2 + 1).sum(1), f"program_of_{len(sizes)}", None)
+            for tensor in tensors:
+                assert torch.equal(program(tensor), (tensor * 2 + 1).sum(1))
+    assert torch.compiler.config.cache_key_tag == tag
+
+
 @pytest.mark.parametrize(("sizes", "has_text"), [((), False), ((4,), True)])
 def test_generated_code_reduces_no_floating_point_row_copies_no_cache_and_keeps_the_order_of_calls(
     sizes: tuple[int, ...], has_text: bool, monkeypatch: pytest.MonkeyPatch

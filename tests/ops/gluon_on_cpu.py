@@ -117,6 +117,7 @@ class Program:
         # The most groups in flight before the wait.
         self.most_early = 0
         self.barriers: dict[int, Barrier] = {}
+        self.flags_taken = self.flags_set = 0
 
     def gl(self) -> SimpleNamespace:
         def layout(*fields: Any) -> tuple[Any, ...]:
@@ -138,6 +139,7 @@ class Program:
             program_id=lambda axis: torch.tensor(self.program[axis]),
             arange=lambda first, last, _: torch.arange(first, last),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
+            maximum=lambda a, b: torch.maximum(as_tensor(a), as_tensor(b)),
             min=torch.amin,
             where=torch.where,
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
@@ -156,6 +158,8 @@ class Program:
                 torch.full(shape, float("nan") if dtype.is_floating_point else 0x5555, dtype=dtype)
             ),
             store=self.store,
+            atomic_cas=self.take,
+            atomic_xchg=self.set,
             warp_specialize=run_together,
         )
 
@@ -186,14 +190,30 @@ class Program:
         assert list(values.shape) == shared.shape
         self.barrier_of(barrier).arrive(0, -2 * values.numel(), [(shared.values, values)])
 
-    def load(self, at: Pointer, mask: torch.Tensor | None = None, other: Any = 0) -> torch.Tensor:
+    def load(
+        self, at: Pointer, mask: torch.Tensor | None = None, other: Any = 0, cache_modifier: str = ""
+    ) -> torch.Tensor:
         if mask is None:
             return at.values[at.offset]
         offset, mask = torch.broadcast_tensors(at.offset, mask)
         return torch.where(mask, at.values[torch.where(mask, offset, 0)], other)
 
-    def store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+    def take(self, at: Pointer, expected: int, value: int, sem: str) -> torch.Tensor:
+        assert at.values[at.offset] == expected
+        assert sem == "acquire"
+        at.values[at.offset] = value
+        self.flags_taken += 1
+        return torch.tensor(expected)
+
+    def set(self, at: Pointer, value: int, sem: str) -> None:
+        assert at.values[at.offset] == 0
+        assert sem == "release"
+        at.values[at.offset] = value
+        self.flags_set += 1
+
+    def store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         assert self.has_waited, "nothing may be stored before the wait"
+        mask = torch.ones((), dtype=torch.bool) if mask is None else mask
         offset, value, mask = torch.broadcast_tensors(at.offset, value, mask)
         flat = offset[mask]
         assert len(flat.unique()) == len(flat)
@@ -251,6 +271,7 @@ def run(
             own |= {"gdc_wait": program.wait, "gdc_launch_dependents": lambda: None, "mma_v2": multiply_add}
             own |= {"mbarrier": program.mbarrier(), "load_tile": program.load_tile}
             own |= {"warpgroup_mma": start_multiply_add, "warpgroup_mma_wait": finish}
+            own |= {"keep": lambda value: value, "wait_for_warps": lambda: None}
             own |= instead or {}
             entry = FunctionType(kernel.fn.__code__, own, kernel.fn.__name__)
             entry(**{name: as_pointer(value) for name, value in given.items()})

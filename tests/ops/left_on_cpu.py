@@ -27,12 +27,12 @@ class OnCpu:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(
             *args: Any, num_warps: int, launch_pdl: bool, enable_fp_fusion: bool, **given: Any
         ) -> None:
             named = dict(zip(self.kernel.arg_names, args, strict=False))
-            gluon_on_cpu.run(self.kernel, grid, num_warps, INSTEAD, **named, **given)
+            gluon_on_cpu.run(self.kernel, (*grid, 1)[:2], num_warps, INSTEAD, **named, **given)
 
         return launch
 

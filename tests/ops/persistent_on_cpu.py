@@ -49,18 +49,12 @@ class PersistentProgram(Program):
     def __init__(self, program: tuple[int, int], programs: tuple[int, int]) -> None:
         super().__init__(program, 4)
         self.programs = programs
-        self.flags_taken = self.flags_set = 0
 
     def gl(self) -> SimpleNamespace:
         more = {
             "allocate_shared_memory": self.allocate,
             "num_programs": lambda axis: torch.tensor(self.programs[axis]),
-            "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
             "zeros_like": torch.zeros_like,
-            "load": lambda at, cache_modifier="": at.values[at.offset],
-            "store": self.store_all,
-            "atomic_cas": self.take,
-            "atomic_xchg": self.set,
         }
         return SimpleNamespace(**vars(super().gl()) | more)
 
@@ -75,22 +69,6 @@ class PersistentProgram(Program):
                 self.barrier_of(shared).arrive(count)
 
         return SimpleNamespace(**vars(super().mbarrier()) | {"arrive": arrive})
-
-    def store_all(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        self.store(at, value, torch.ones((), dtype=torch.bool) if mask is None else mask)
-
-    def take(self, at: Pointer, expected: int, value: int, sem: str) -> torch.Tensor:
-        assert at.values[at.offset] == expected
-        assert sem == "acquire"
-        at.values[at.offset] = value
-        self.flags_taken += 1
-        return torch.tensor(expected)
-
-    def set(self, at: Pointer, value: int, sem: str) -> None:
-        assert at.values[at.offset] == 0
-        assert sem == "release"
-        at.values[at.offset] = value
-        self.flags_set += 1
 
     def copy_tile(self, tiles: Tiles, place: list[Any], barrier: Shared, shared: Shared) -> None:
         assert self.has_waited or tiles.is_early, "this tile must not be loaded before the wait"

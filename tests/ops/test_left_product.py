@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
+from compiled_mtp.ops import left_config, left_large_m
 from compiled_mtp.ops.blocks import KINDS, pack, pack_scales
+from compiled_mtp.ops.counters import zero_counters
 from compiled_mtp.ops.int4 import dequantize, pack_groups
 from compiled_mtp.ops.int4 import pack as pack_int4
-from compiled_mtp.ops.left_config import LargeMTile, LeftForm, LeftTile, form_of_kind, large_m_tile, left_tile
+from compiled_mtp.ops.left_config import (
+    LargeMTile,
+    LeftForm,
+    LeftTile,
+    form_of_kind,
+    large_m_tile,
+    left_tile,
+    share_tasks,
+)
 from compiled_mtp.ops.left_large_m import launch_left_large_m
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.left_product import launch_left
 from compiled_mtp.ops.linear_w4a16.kernel import left_weight
-from tests.ops.left_on_cpu import put_on_cpu
+from tests.ops.left_on_cpu import HOPPER, put_on_cpu
 from tests.ops.test_linear_blocks import random_fields
 
 INT4 = {f"int4 g{128 // groups}": groups for groups in (1, 2, 4)}
@@ -67,6 +78,38 @@ def test_every_tile_of_both_kernels_has_the_same_bits(name: str, gated: bool) ->
         assert torch.equal(launch_left_large_m(large, x, weight, split, torch.float32, gated), whole), large
 
 
+# Of chunks that do not divide the units the last is short.
+@pytest.mark.parametrize("name", ["NVFP4", "Q6_K", "int4 g128"])
+@pytest.mark.parametrize(("processors", "gated"), [(2, True), (4, False)])
+def test_tasks_that_programs_cut_have_the_same_bits(
+    name: str, processors: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(HOPPER, num_processors=processors)
+    monkeypatch.setattr(left_large_m, "device_of", lambda index: own)
+    monkeypatch.setattr(left_config, "CUT_CYCLES", 0)
+    n, units, split, rows = (544, 3, 1, 9) if gated else (272, 5, 2, 9)
+    x, weight = rows_in_nan(rows, 128 * units * split), random_weight(name, n, 128 * units * split)
+    whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, split, torch.float32, gated)
+    for tile in (LargeMTile(16, 2, 232, 3), LargeMTile(16, 2, 232, 2, 2, 1)):
+        assert share_tasks(tile, rows, n, split, units, processors).programs == processors
+        got = launch_left_large_m(tile, x, weight, split, torch.float32, gated)
+        assert torch.equal(got, whole), tile
+        assert not zero_counters(x.device).any()
+
+
+@pytest.mark.parametrize("rows", [17, 32, 64, 128, 512])
+@pytest.mark.parametrize(("n", "split"), [(34816, 1), (16384, 1), (5120, 8), (2048, 4), (48, 1)])
+def test_programs_share_all_chunks_of_all_tasks(rows: int, n: int, split: int) -> None:
+    for form, units in product((form_of_kind("Q4_K"), form_named("int4 g128")), (1, 6, 17, 40)):
+        tile = large_m_tile(rows, n, split, units, form)
+        shares = share_tasks(tile, rows, n, split, units, 132)
+        tasks = -(-n // (64 * tile.groups)) * -(-rows // tile.block_m) * split
+        length = -(-units // tile.chunk)
+        assert (shares.programs * shares.share + shares.more) * shares.unit == tasks * length
+        # A program waits for one other at most, which begins with the task that they share.
+        assert shares.unit == length or shares.share >= length
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_whole_numbers_have_exact_sums(groups: int, dtype: torch.dtype) -> None:
@@ -91,5 +134,5 @@ def test_tiles_fit(name: str, split: int, gated: bool) -> None:
         # The smallest shared memory of a supported GPU, and Hopper's.
         assert tile.shared_bytes(form) <= 99 * 1024, (rows, n)
         assert tile.block_n % (16 * tile.num_warps) == 0, (rows, n)
-        large = large_m_tile(rows, n, split, form)
+        large = large_m_tile(rows, n, split, 17, form)
         assert large.shared_bytes(form) <= 227 * 1024 - 2048, (rows, n)
