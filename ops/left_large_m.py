@@ -77,11 +77,11 @@ def left_large_m_kernel(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
@@ -93,15 +93,15 @@ def left_large_m_kernel(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
@@ -113,19 +113,19 @@ def left_large_m_kernel(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
@@ -137,23 +137,23 @@ def left_large_m_kernel(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 4, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 4, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],

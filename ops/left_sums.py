@@ -6,6 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
 
 from compiled_mtp.ops.left_decode import (
     decode_part,
@@ -90,7 +91,7 @@ def one_strip(rows):
 def multiply_chunks(
     given, GROUP: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     CHUNK: gl.constexpr, AHEAD: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
-    FIELDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
+    FIELDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of a program's tasks by the 64 weight rows of group GROUP, chunk after chunk.
 
@@ -108,6 +109,8 @@ def multiply_chunks(
     length = (units + CHUNK - 1) // CHUNK
     row_tiles = (rows + BM - 1) // BM
     own = gl.program_id(0) * GROUPS + GROUP
+    if PDL:
+        gdc_wait()
     stage = 0
     phase = 0
     task = (end - 1) // length
