@@ -100,7 +100,7 @@ def multiply_chunks(
     """
     (
         weight_scale, out, words, above, shared_x, full, empty, slots, flags, rows, n, units, all_units,
-        tiles, begin, end,
+        num_tiles, begin, end,
     ) = given  # fmt: skip
     layout: gl.constexpr = sums_layout(BM, False)
     STRIPS: gl.constexpr = one_strip(BM)
@@ -117,8 +117,8 @@ def multiply_chunks(
     while task * length + length > begin:
         from_chunk = gl.maximum(begin - task * length, 0)
         to_chunk = gl.minimum(end - task * length, length)
-        own_tile = task // row_tiles % tiles * GROUPS + GROUP
-        partial = task // row_tiles // tiles
+        own_tile = task // row_tiles % num_tiles * GROUPS + GROUP
+        partial = task // row_tiles // num_tiles
         row = weight_row(own_tile, n, gl.arange(0, 64, gl.SliceLayout(1, left)), 64, GATED)
         fields_at, field_step = fields_of(weight_scale, row, n, FIELDS, KIND)
         in_block = row % 16

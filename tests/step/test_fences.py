@@ -40,7 +40,7 @@ NUMBERS = {
     "all_units", "block_size", "end", "eps", "first_key", "k", "max_blocks", "more", "n", "num_keys",
     "num_requests", "num_programs", "num_splits", "num_tiles", "part_bits", "part_length", "parts",
     "prefetch_bytes", "query_len", "row", "rows", "scale_log2", "scale_words", "share", "split_length",
-    "steps", "tasks", "tiles", "unit", "units",
+    "steps", "tasks", "unit", "units",
 }  # fmt: skip
 
 
