@@ -46,8 +46,8 @@ def left_large_m_kernel(
 
     x: a descriptor of tiles [BM, 128] of the rows. units: those of a K split; all_units: of a whole row.
     num_tiles: of the weight's rows. weight_scale: words of 32 bits. slots: float32 numbers [programs,
-    64 GROUPS, BM], what programs hand over. flags: zeros, and zeros again after the launch. KIND to PARTS: the weight's
-    LeftForm. GATED: as `weight_row` has it.
+    64 GROUPS, BM], what programs hand over. flags: zeros, and zeros again after the launch. KIND to PARTS:
+    the weight's LeftForm. GATED: as `weight_row` has it.
     """
     program = gl.program_id(0)
     begin = (program * share + gl.minimum(program, more)) * unit
