@@ -180,8 +180,10 @@ def read_kernels(resident: bool) -> dict[str, Kernel]:
             is_fence = bool(triggers) and all(
                 min(calls(part, "gdc_launch_dependents")) > max(calls(part, "gdc_wait")) for part in triggers
             )
-            # A descriptor of an argument's tiles.
-            found[name] = Kernel(is_fence, {read.removesuffix("_tiles") for read in reads}, stores)
+            # Descriptors of an argument's tiles, and of the further rows of a tile.
+            found[name] = Kernel(
+                is_fence, {read.removesuffix("_tiles").removesuffix("_rest") for read in reads}, stores
+            )
     return found
 
 
