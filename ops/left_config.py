@@ -16,8 +16,9 @@ GROUP_ROWS = 64
 
 # Of an H100 and an H200.
 PROCESSORS = 132
-CUT_CYCLES = 14_000
-"""What a large-M product takes longer if programs cut tasks: to hand sums over, and to begin more tasks."""
+# Cycles of a large-M product on an H200: of a round of tasks besides those of its units, and what programs
+# that cut tasks take longer, for each row of a tile.
+START_CYCLES, CUT_CYCLES = 8_000, (4_000, 80)
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ def share_tasks(tile: LargeMTile, rows: int, n: int, split: int, units: int, pro
     a task each or, where the last round of tasks would leave many processors idle, equally many chunks."""
     tasks = -(-n // (GROUP_ROWS * tile.groups)) * -(-rows // tile.block_m) * split
     length = -(-units // tile.chunk)
-    whole = -(-tasks // processors) * units * tile.cycles
-    cut = tasks * units * tile.cycles / processors + CUT_CYCLES
+    whole = -(-tasks // processors) * (units * tile.cycles + START_CYCLES)
+    fixed, per_row = CUT_CYCLES
+    cut = tasks * units * tile.cycles / processors + START_CYCLES + fixed + per_row * tile.block_m
     # With fewer tasks a program could wait for another that waits itself.
     if tasks <= processors or whole <= cut:
         return Shares(tasks, 1, 0, length, whole)
@@ -157,26 +159,26 @@ def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> Lef
 # Tiles of large-M products: of kinds with one scale a unit, which multiplies its sum, of kinds that scale
 # values, and of the others.
 SUM_TILES = (
-    LargeMTile(32, 5, 88, 4, cycles=1580),
-    LargeMTile(32, 3, 152, 5, cycles=1230),
-    LargeMTile(32, 2, 232, 3, 4, 1, cycles=910),
-    LargeMTile(64, 3, 152, 4, cycles=1520),
-    LargeMTile(64, 2, 232, 4, cycles=1240),
-    LargeMTile(128, 2, 232, 4, ahead=3, cycles=1700),
+    LargeMTile(32, 5, 88, 4, cycles=1680),
+    LargeMTile(32, 3, 152, 5, cycles=1030),
+    LargeMTile(32, 2, 232, 3, 4, 1, cycles=660),
+    LargeMTile(64, 3, 152, 4, cycles=1320),
+    LargeMTile(64, 2, 232, 4, cycles=1040),
+    LargeMTile(128, 2, 232, 4, ahead=3, cycles=1470),
 )
 VALUE_TILES = (
-    LargeMTile(32, 5, 88, 4, cycles=2600),
-    LargeMTile(32, 3, 152, 5, cycles=1660),
-    LargeMTile(32, 2, 232, 5, cycles=1250),
-    LargeMTile(64, 3, 152, 4, cycles=1960),
-    LargeMTile(64, 2, 232, 4, cycles=1450),
-    LargeMTile(128, 3, 152, 3, cycles=2540),
-    LargeMTile(128, 2, 232, 4, cycles=1840),
+    LargeMTile(32, 5, 88, 4, cycles=2400),
+    LargeMTile(32, 3, 152, 5, cycles=1460),
+    LargeMTile(32, 2, 232, 5, cycles=1050),
+    LargeMTile(64, 3, 152, 4, cycles=1760),
+    LargeMTile(64, 2, 232, 4, cycles=1250),
+    LargeMTile(128, 3, 152, 3, cycles=2340),
+    LargeMTile(128, 2, 232, 4, cycles=1640),
 )
 OTHER_TILES = (
-    LargeMTile(32, 3, 152, 5, cycles=1950),
-    LargeMTile(32, 2, 232, 5, cycles=1380),
-    LargeMTile(64, 2, 232, 3, cycles=1790),
+    LargeMTile(32, 3, 152, 5, cycles=1750),
+    LargeMTile(32, 2, 232, 5, cycles=1180),
+    LargeMTile(64, 2, 232, 3, cycles=1590),
 )
 
 
@@ -186,6 +188,7 @@ def large_m_tile(
     """The tile for 17 rows and more of a weight of `n` rows on Hopper, whose K has `split` splits of `units`
     units: the one with which the processors take the least time."""
     tiles = {0: VALUE_TILES, 128 // form.width: SUM_TILES}.get(form.parts_per_scale, OTHER_TILES)
-    fewest_rows = 32 if rows <= 32 else 64
-    fitting = (tile for tile in tiles if tile.block_m >= fewest_rows)
+    # A tile of fewer rows decodes a weight more than once.
+    least = min(max(tile.block_m for tile in tiles), 32 if rows <= 32 else 64 if rows <= 64 else 128)
+    fitting = (tile for tile in tiles if tile.block_m >= least)
     return min(fitting, key=lambda tile: share_tasks(tile, rows, n, split, units, processors).cycles)

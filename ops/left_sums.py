@@ -18,7 +18,7 @@ from compiled_mtp.ops.left_decode import (
     words_of_scales,
 )
 from compiled_mtp.ops.left_operand import spread, store_tile, weight_row
-from compiled_mtp.ops.persistent_slots import await_flag, keep, load_slot, set_flag, store_slot
+from compiled_mtp.ops.persistent_slots import await_flag, keep, load_slot, set_flag, store_slot, sums_layout
 
 
 @gluon.jit
@@ -80,6 +80,12 @@ def add_chunk(
         return add_scaled(sums, own, total, COUNT - 1, layout, WIDTH, KIND)
 
 
+@gluon.constexpr_function
+def one_strip(rows):
+    """The strips of a group's sums, as ops.persistent_slots has them."""
+    return (rows,)
+
+
 @gluon.jit
 def multiply_chunks(
     given, GROUP: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -95,7 +101,8 @@ def multiply_chunks(
         weight_scale, out, words, above, shared_x, full, empty, slots, flags, rows, n, units, all_units,
         tiles, begin, end,
     ) = given  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    layout: gl.constexpr = sums_layout(BM, False)
+    STRIPS: gl.constexpr = one_strip(BM)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
     length = (units + CHUNK - 1) // CHUNK
@@ -118,7 +125,7 @@ def multiply_chunks(
         total = gl.zeros([64, BM], gl.float32, layout)
         if from_chunk > 0:
             await_flag(flags + (own - GROUPS))
-            total = keep(load_slot(total, slots, own - GROUPS, layout))
+            total = keep(load_slot(slots, own - GROUPS, STRIPS, False)[0])
         for _ in range(from_chunk, gl.minimum(to_chunk, units // CHUNK)):
             later = unit + AHEAD * CHUNK
             fields += load_fields(fields_at, in_block, field_step, later, last, CHUNK, FIELDS, KIND)
@@ -151,7 +158,7 @@ def multiply_chunks(
                     stage = 0
                     phase = phase ^ 1
         if to_chunk < length:
-            store_slot(total, slots, own)
+            store_slot((total,), slots, own, STRIPS)
             set_flag(flags + own)
         else:
             total = finish(total, weight_scale, own_tile, n, all_units, layout, 64, FIELDS, KIND, GATED)

@@ -27,6 +27,9 @@ LARGE_WEIGHT = 30_000_000
 SHARED_CHAINS = 4
 # K splits that are stored apart for the norm: it reads few, and most processors have a task.
 WIDE_PARTS = 2
+# Chains whose loops are unrolled so that registers hold waiting nodes, weight rows of a tile that leaves room
+# for them, and steps of a chain so short that FP8 sums hold a node.
+MOST_HELD_CHAINS, HELD_WIDTH, SHORT_CHAIN = 4, 128, 8
 # Beyond, one share per row tile leaves too many processors idle.
 MOST_ROWS = 4096
 
@@ -57,7 +60,7 @@ TILES = {
         PersistentTile(128, 128, 0, 6, 0.36, 2.5, 1.0, 4.8),
         PersistentTile(128, 128, 32, 6, 0.59, 2.5, 0.7, 6.0),
     ),
-    1: (PersistentTile(128, 128, 0, 6, 0.45, 2.8, 1.4, 3.2),),
+    1: (PersistentTile(128, 128, 0, 6, 0.41, 2.8, 1.4, 3.2),),
 }
 # Microseconds to add the sums of two programs that share a tile.
 SHARE_US = 4.0
@@ -111,6 +114,19 @@ class PersistentProduct:
     def unit(self) -> int:
         """Return the steps of which a program has whole multiples."""
         return 1 if self.is_cut else self.steps
+
+    def held_levels(self, itemsize: int) -> int:
+        """Return how many waiting nodes of a task's tree of chains stay in registers: the smallest.
+
+        In FP8 a node takes the place of a second product in flight, which long chains rather have.
+        """
+        levels = self.chains.bit_length() - 1
+        if self.chains > MOST_HELD_CHAINS or self.tile.block_n > HELD_WIDTH:
+            return 0
+        if itemsize == 1:
+            is_short = self.chains <= 2 or self.steps // self.chains <= SHORT_CHAIN
+            return 1 if levels and is_short else 0
+        return min(levels, 1 if self.tile.rest_n else 2)
 
     @property
     def slots(self) -> int:

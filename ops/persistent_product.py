@@ -3,7 +3,9 @@
 A task is one K split of one tile of BN weight rows, for one tile of BM rows. The programs of a row tile share
 its tasks evenly, to a step of BK columns, so that all processors work equally long. A task may therefore be
 cut in two: a program hands the float32 sums of the first columns over to the next program, which goes on
-from them. No cut changes a bit: the order of sums over K is that of `linear_kernel` and `linear_w8a8_kernel`.
+from them. Where a weight has few tiles, several programs sum some of a tile's K splits each, and add what
+they have as a tree. Neither changes a bit: the order of sums over K is that of `linear_kernel` and
+`linear_w8a8_kernel`.
 
 Programs of several row tiles have the same tasks at the same time: the weight is read from memory once.
 
@@ -35,14 +37,16 @@ def persistent_kernel(
     x_tiles, weight_tiles, weight_rest, out, x_scale, weight_scale, slots, flags, rows, n, share, more, unit,
     steps, part_bits, x_scale_stride, scale_stride,
     BM: gl.constexpr, BN: gl.constexpr, REST: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    CHAINS: gl.constexpr, GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr, TOGETHER: gl.constexpr,
+    CHAINS: gl.constexpr, HELD: gl.constexpr, GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Compute the program's share of a product.
 
     x_tiles, weight_tiles: descriptors of tiles [BM, BK] and [BN, BK], [BN / 2, BK] if gated; weight_rest: of
     REST more rows of the weight. BM: 128, 64 rows for each of two warpgroups; BN: 128 with FP8, whose blocks
     of scales are as high, and REST 0. slots: see multiply_tiles. flags: zeros, and zeros again after the
-    launch. TOGETHER: a tile's K splits are added, by the programs that sum them.
+    launch. HELD: waiting nodes of a task's tree that stay in registers. TOGETHER: the programs that sum a
+    tile's K splits add them.
     """
     shared_x = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, BM, BK], x_tiles.layout)
     shared_weight = gl.allocate_shared_memory(weight_tiles.dtype, [STAGES, BN, BK], weight_tiles.layout)
@@ -71,13 +75,13 @@ def persistent_kernel(
             )),
             (multiply_tiles, (
                 shared_x, shared_weight, shared_rest, shared_scale, ready, free, out, slots, flags, rows, n,
-                share, more, unit, steps, part_bits, 0, BM, STRIPS, STAGES, CHAINS, GATED, FP8, PDL,
-                TOGETHER,
+                share, more, unit, steps, part_bits, 0, BM, STRIPS, STAGES, CHAINS, HELD, GATED, FP8,
+                PDL, TOGETHER,
             )),
             (multiply_tiles, (
                 shared_x, shared_weight, shared_rest, shared_scale, ready, free, out, slots, flags, rows, n,
-                share, more, unit, steps, part_bits, 1, BM, STRIPS, STAGES, CHAINS, GATED, FP8, PDL,
-                TOGETHER,
+                share, more, unit, steps, part_bits, 1, BM, STRIPS, STAGES, CHAINS, HELD, GATED, FP8,
+                PDL, TOGETHER,
             )),
         ],
         [4, 4],
@@ -135,6 +139,7 @@ def launch_persistent(
         BK=step,
         STAGES=tile.num_stages,
         CHAINS=product.chains,
+        HELD=product.held_levels(x.element_size()),
         GATED=gated,
         FP8=x_scale is not None,
         PDL=device.has_dependent_launch,

@@ -115,6 +115,10 @@ def add_blocks(
     total = sums[0]
     if not ALONE:
         total, count = add_flights(
+            total, shared_x, shared_weights, shared_scale, ready, free, count, number, 8, FIRST, STAGES
+        )
+        number = number % 8
+        total, count = add_flights(
             total, shared_x, shared_weights, shared_scale, ready, free, count, number, 2, FIRST, STAGES
         )
         number = number % 2

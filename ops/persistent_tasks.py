@@ -88,13 +88,6 @@ def tree_levels(chains):
     return chains.bit_length() - 1
 
 
-@gluon.constexpr_function
-def held_levels(chains, strips, is_fp8):
-    """Return how many waiting nodes of the tree of chains stay in registers: the smallest."""
-    most = 1 if is_fp8 or len(strips) > 1 else 2 if sum(strips) <= 128 else 0
-    return min(most, tree_levels(chains)) if chains <= 4 else 0
-
-
 @gluon.jit
 def add_steps(
     shared_x, shared_weights, shared_scale, ready, free, slots, cut_slot, count, number, is_cut,
@@ -217,7 +210,7 @@ def multiply_tiles(
     shared_x, shared_weight, shared_rest, shared_scale, ready, free, out, slots, flags, rows, n, share, more,
     unit, steps, part_bits,
     GROUP: gl.constexpr, BM: gl.constexpr, STRIPS: gl.constexpr, STAGES: gl.constexpr, CHAINS: gl.constexpr,
-    GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr, TOGETHER: gl.constexpr,
+    HELD: gl.constexpr, GATED: gl.constexpr, FP8: gl.constexpr, PDL: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Sum the program's tasks for the 64 rows of warpgroup GROUP."""
     FIRST: gl.constexpr = GROUP * 64
@@ -227,7 +220,6 @@ def multiply_tiles(
     # next program goes on, and the waiting nodes of the other tasks.
     LEVELS: gl.constexpr = tree_levels(CHAINS)
     SLOTS: gl.constexpr = 1 + 2 * LEVELS
-    HELD: gl.constexpr = held_levels(CHAINS, STRIPS, FP8)
     shared_weights = (shared_weight, shared_rest)
     if PDL:
         gdc_wait()

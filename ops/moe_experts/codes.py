@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from compiled_mtp.ops.left_config import LeftForm, LeftTile, form_of_int4, form_of_kind
+from compiled_mtp.ops.left_config import LeftForm, LeftTile, form_of_int4, form_of_kind, is_int4
 from compiled_mtp.ops.moe_experts.codes_kernel import down_codes_kernel, gate_up_codes_kernel
 from compiled_mtp.ops.moe_experts.grouping_kernel import Table, launch_options, plan, sum_slots, table_of
 
@@ -50,20 +50,26 @@ def kind_stack(words: torch.Tensor, scales: torch.Tensor, kind: str, shared: tor
     return Stack(words, scales.view(len(scales), -1).view(torch.int32), form_of_kind(kind), shared)
 
 
-def tiles_for(num_pairs: int, experts: int) -> Tiles:
-    """The tiles of `num_pairs` pairs of `experts` experts. No tile gives a pair other bits.
+def tile_for(num_pairs: int, stack: Stack, is_down: bool) -> LeftTile:
+    """The tile of `num_pairs` pairs of all experts. No tile gives a pair other bits.
 
-    Experts rarely have more than one and a half times their mean number of pairs, so that few need two tiles,
-    which decode the weight twice.
+    Measured for 35B-A3B on an H200. Experts rarely have more than one and a half times their mean number of
+    pairs, so that few need two tiles, which decode the weight twice.
     """
-    mean = num_pairs / experts
+    mean, has_integers = num_pairs / stack.experts, is_int4(stack.form)
     if mean <= 6:
-        return Tiles(LeftTile(8, 64, 4, 2, 3), LeftTile(8, 128, 4, 2, 2))
+        if has_integers and is_down:
+            return LeftTile(8, 128, 4, 2, 2)
+        return LeftTile(8, 64, 4, 4, 2) if has_integers and mean <= 0.5 else LeftTile(8, 64, 4, 2, 3)
+    # Wide tiles read fewer rows; the values of other codes leave no registers for their sums.
+    block_n = 128 if has_integers else 64
     if mean <= 14:
-        return Tiles(LeftTile(16, 64, 4, 1, 4), LeftTile(16, 128, 4, 1, 3))
-    if mean <= 48:
-        return Tiles(LeftTile(32, 128, 4, 1, 3), LeftTile(32, 128, 4, 1, 3))
-    return Tiles(LeftTile(64, 128, 4, 1, 3), LeftTile(64, 128, 4, 1, 3))
+        return LeftTile(16, block_n, 4, 1, 4)
+    return LeftTile(32 if mean <= 48 else 64, block_n, 4, 1, 3)
+
+
+def tiles_for(num_pairs: int, gate_up: Stack, down: Stack) -> Tiles:
+    return Tiles(tile_for(num_pairs, gate_up, is_down=False), tile_for(num_pairs, down, is_down=True))
 
 
 def plain_stages(tile: LeftTile, form: LeftForm) -> int:
@@ -77,7 +83,9 @@ def launch_experts(
     """The weighted sums [M, H] of both products, in x's dtype."""
     if not ids.numel():
         return torch.empty_like(x)
-    table = table_of(ids, gate_up.experts, tiles.gate_up.block_m)
+    # Beside a plain shared expert a table is faster for any number of rows (docs/experiments.md).
+    find = table_of if gate_up.shared is None else plan
+    table = find(ids, gate_up.experts, tiles.gate_up.block_m)
     hidden = launch_hidden(tiles.gate_up, x, gate_up, table)
     return launch_sums(tiles.down, hidden, weights, down, table, early=True)
 
@@ -154,14 +162,15 @@ def _launch(
 def launch_moe_experts_w4a16(args: Any) -> torch.Tensor:
     gate_up = int4_stack(args.gate_up, args.gate_up_scale, args.shared_gate_up)
     down = int4_stack(args.down, args.down_scale, args.shared_down)
-    tiles = tiles_for(args.ids.numel(), gate_up.experts)
-    return launch_experts(tiles, args.x, args.weights, args.ids, gate_up, down)
+    return launch_experts(
+        tiles_for(args.ids.numel(), gate_up, down), args.x, args.weights, args.ids, gate_up, down
+    )
 
 
 def launch_moe_hidden_w4a16(args: Any) -> torch.Tensor:
     x, ids = args.x, args.ids
     stack = int4_stack(args.gate_up, args.gate_up_scale, args.shared_gate_up)
-    tile = tiles_for(ids.numel(), stack.experts).gate_up
+    tile = tile_for(ids.numel(), stack, is_down=False)
     if not ids.numel():
         return x.new_empty((0, stack.words.shape[1] // 2))
     return launch_hidden(tile, x, stack, plan(ids, stack.experts, tile.block_m))
@@ -169,7 +178,7 @@ def launch_moe_hidden_w4a16(args: Any) -> torch.Tensor:
 
 def launch_moe_sums_w4a16(args: Any) -> torch.Tensor:
     ids, stack = args.ids, int4_stack(args.down, args.down_scale, args.shared_down)
-    tile = tiles_for(ids.numel(), stack.experts).down
+    tile = tile_for(ids.numel(), stack, is_down=True)
     if not ids.numel():
         return args.hidden.new_empty((0, stack.words.shape[1]))
     table = plan(ids, stack.experts, tile.block_m)
@@ -179,5 +188,6 @@ def launch_moe_sums_w4a16(args: Any) -> torch.Tensor:
 def launch_moe_experts_blocks(args: Any) -> torch.Tensor:
     gate_up = kind_stack(args.gate_up, args.gate_up_scale, args.gate_up_kind, args.shared_gate_up)
     down = kind_stack(args.down, args.down_scale, args.down_kind, args.shared_down)
-    tiles = tiles_for(args.ids.numel(), gate_up.experts)
-    return launch_experts(tiles, args.x, args.weights, args.ids, gate_up, down)
+    return launch_experts(
+        tiles_for(args.ids.numel(), gate_up, down), args.x, args.weights, args.ids, gate_up, down
+    )

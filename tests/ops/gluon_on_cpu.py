@@ -190,14 +190,6 @@ class Program:
         assert list(values.shape) == shared.shape
         self.barrier_of(barrier).arrive(0, -2 * values.numel(), [(shared.values, values)])
 
-    def load(
-        self, at: Pointer, mask: torch.Tensor | None = None, other: Any = 0, cache_modifier: str = ""
-    ) -> torch.Tensor:
-        if mask is None:
-            return at.values[at.offset]
-        offset, mask = torch.broadcast_tensors(at.offset, mask)
-        return torch.where(mask, at.values[torch.where(mask, offset, 0)], other)
-
     def take(self, at: Pointer, expected: int, value: int, sem: str) -> torch.Tensor:
         assert at.values[at.offset] == expected
         assert sem == "acquire"
@@ -210,6 +202,14 @@ class Program:
         assert sem == "release"
         at.values[at.offset] = value
         self.flags_set += 1
+
+    def load(
+        self, at: Pointer, mask: torch.Tensor | None = None, other: Any = 0, cache_modifier: str = ""
+    ) -> torch.Tensor:
+        if mask is None:
+            return at.values[at.offset]
+        offset, mask = torch.broadcast_tensors(at.offset, mask)
+        return torch.where(mask, at.values[torch.where(mask, offset, 0)], other)
 
     def store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         assert self.has_waited, "nothing may be stored before the wait"

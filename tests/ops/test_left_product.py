@@ -86,7 +86,7 @@ def test_tasks_that_programs_cut_have_the_same_bits(
 ) -> None:
     own = replace(HOPPER, num_processors=processors)
     monkeypatch.setattr(left_large_m, "device_of", lambda index: own)
-    monkeypatch.setattr(left_config, "CUT_CYCLES", 0)
+    monkeypatch.setattr(left_config, "CUT_CYCLES", (0, 0))
     n, units, split, rows = (544, 3, 1, 9) if gated else (272, 5, 2, 9)
     x, weight = rows_in_nan(rows, 128 * units * split), random_weight(name, n, 128 * units * split)
     whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, split, torch.float32, gated)

@@ -11,7 +11,7 @@ from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.int4 import dequantize, pack, unpack
 from compiled_mtp.ops.left_config import LeftTile, form_of_int4, form_of_kind
 from compiled_mtp.ops.moe_experts import moe_experts_w4a16, moe_hidden_w4a16, moe_sums_w4a16
-from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts, plain_stages, tiles_for
+from compiled_mtp.ops.moe_experts.codes import Stack, Tiles, launch_experts, plain_stages, tiles_for
 from tests.ops.harness import check_compiles, poisoned_allocations
 from tests.ops.left_on_cpu import put_experts_on_cpu
 from tests.ops.test_linear_w4a16 import four_bits
@@ -159,11 +159,12 @@ def cut(case: Case, columns: slice) -> Case:
 @pytest.mark.parametrize("pairs", [1, 36, 1152, 2304, 4608, 9216, 18432])
 def test_tiles_fit(pairs: int) -> None:
     """The smallest shared memory of a supported GPU, and one tile for nearly every expert."""
-    tiles = tiles_for(pairs, 257)
-    assert tiles.gate_up.block_m == tiles.down.block_m >= min(0.7 * pairs / 257, 64)
-    for tile in tiles:
-        assert tile.block_n % (16 * tile.num_warps) == 0
-        for form in (*map(form_of_kind, KINDS), form_of_int4(torch.float16, 4)):
+    for form in (*map(form_of_kind, KINDS), form_of_int4(torch.float16, 4)):
+        stack = Stack(torch.empty(257, 0), torch.empty(0), form, None)
+        tiles = tiles_for(pairs, stack, stack)
+        assert tiles.gate_up.block_m == tiles.down.block_m >= min(0.7 * pairs / 257, 64)
+        for tile in tiles:
+            assert tile.block_n % (16 * tile.num_warps) == 0
             plain = plain_stages(tile, form) * (tile.block_m + tile.block_n) * 64 * 2
             assert max(tile.shared_bytes(form), plain) <= 99 * 1024, form
 

@@ -5,6 +5,8 @@ Layouts and the tensor cores' own order are tests/gpu's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from compiled_mtp.ops.persistent_config import (
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from compiled_mtp.ops import persistent_config
 from compiled_mtp.ops import persistent_product as module
 from compiled_mtp.ops.counters import zero_counters
 from compiled_mtp.ops.silu_mul import silu_mul
@@ -186,6 +189,15 @@ def test_blocks_have_one_order(
     assert sum(program.flags_taken for program in kernel.programs) > 0
 
 
+def test_nodes_of_long_chains_wait_in_slots(kernel: persistent_on_cpu.Kernel, monkeypatch: Any) -> None:
+    monkeypatch.setattr(persistent_config, "SHORT_CHAIN", 0)
+    x, weight, x_scale, scale = ordered_blocks(20, 640, 1024)
+    product = share(SMALL, x, 640, 2, 4, 3)
+    assert product.held_levels(1) == 0
+    got = module.launch_persistent(product, x, weight, torch.float32, x_scale=x_scale, weight_scale=scale)
+    assert torch.equal(got, sum_parts(*values_of(x, weight, x_scale, scale), 2, 4, 128))
+
+
 @pytest.mark.parametrize("tile, shares", [(WIDE, 3), (SMALL, 3), (W, 4)])
 def test_a_gated_product_is_silu_mul_of_the_rounded_sums(
     kernel: persistent_on_cpu.Kernel, tile: PersistentTile, shares: int
@@ -220,6 +232,10 @@ def test_all_processors_work_equally_long() -> None:
         # Two warpgroups of 64 rows; the copy engine takes at most 256 rows per copy.
         assert tile.block_m == 128
         assert tile.block_n <= 256
+    # Registers hold the nodes of few chains, in FP8 of short ones.
+    down, out = (share_out(TILES[1][0], 256, 5120, k, 2, 4, False, 1, 132) for k in (17408, 6144))
+    assert (down.held_levels(1), out.held_levels(1)) == (0, 1)
+    assert share_out(TILES[2][1], 256, 5120, 6144, 2, 4, False, 2, 132).held_levels(2) == 2
     # A slot for a cut task, and two for each level of a tree of chains.
     assert share_out(SMALL, 256, 17408, 5120, 1, 1, True, 2, 132).slots == 1
     assert share_out(SMALL, 256, 5120, 17408, 4, 2, False, 2, 132).slots == 3
