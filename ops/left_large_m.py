@@ -33,10 +33,10 @@ UNIT = 128
 
 
 # Triton would compile other kernels for a value of 1 and for multiples of 16.
-@gluon.jit(do_not_specialize=["rows", "n", "units", "all_units", "tiles", "share", "more", "unit"])
+@gluon.jit(do_not_specialize=["rows", "n", "units", "all_units", "num_tiles", "share", "more", "unit"])
 def left_large_m_kernel(
-    x, weight, weight_scale, out, slots, flags, rows, n, weight_stride, units, all_units, tiles, share, more,
-    unit,
+    x, weight, weight_scale, out, slots, flags, rows, n, weight_stride, units, all_units, num_tiles, share,
+    more, unit,
     BM: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr,
     CHUNK: gl.constexpr, AHEAD: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
     FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, PARTS: gl.constexpr,
@@ -45,9 +45,9 @@ def left_large_m_kernel(
     """Compute the program's share of a product: BM rows by 64 GROUPS weight rows a task; GROUPS: 2 to 5.
 
     x: a descriptor of tiles [BM, 128] of the rows. units: those of a K split; all_units: of a whole row.
-    tiles: of the weight's rows. weight_scale: words of 32 bits. slots: float32 numbers [programs, 64 GROUPS,
-    BM], what programs hand over. flags: zeros, and zeros again after the launch. KIND to PARTS: the weight's
-    LeftForm. GATED: as `weight_row` has it.
+    num_tiles: of the weight's rows. weight_scale: words of 32 bits. slots: float32 numbers [programs,
+    64 GROUPS, BM], what programs hand over. flags: zeros, and zeros again after the launch. KIND to PARTS:
+    the weight's LeftForm. GATED: as `weight_row` has it.
     """
     program = gl.program_id(0)
     begin = (program * share + gl.minimum(program, more)) * unit
@@ -67,21 +67,21 @@ def left_large_m_kernel(
         mbarrier.init(empty.index(stage), count=GROUPS)
     given = (
         weight_scale, out, words, above, shared_x, full, empty, slots, flags, rows, n, units, all_units,
-        tiles, begin, end,
+        num_tiles, begin, end,
     )  # fmt: skip
     sources = (
-        x, weight, words, above, shared_x, full, empty, rows, n, weight_stride, units, tiles, begin, end
+        x, weight, words, above, shared_x, full, empty, rows, n, weight_stride, units, num_tiles, begin, end
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
@@ -93,15 +93,15 @@ def left_large_m_kernel(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
@@ -113,19 +113,19 @@ def left_large_m_kernel(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],
@@ -137,23 +137,23 @@ def left_large_m_kernel(
             [
                 (
                     multiply_chunks,
-                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 0, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (
                     multiply_chunks,
-                    (given, 4, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED),
+                    (given, 4, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
                 (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
             ],

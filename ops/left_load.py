@@ -85,7 +85,7 @@ def load_chunks(
     arrived, that in `empty` when all groups have read it.
     """
     (
-        x, weight, words, above, shared_x, full, empty, rows, n, weight_stride, units, tiles, begin, end
+        x, weight, words, above, shared_x, full, empty, rows, n, weight_stride, units, num_tiles, begin, end
     ) = sources  # fmt: skip
     length = (units + CHUNK - 1) // CHUNK
     row_tiles = (rows + BM - 1) // BM
@@ -95,9 +95,9 @@ def load_chunks(
     early = gl.minimum(to_chunk - chunk, STAGES)
     tile = task // row_tiles
     words_at, above_at = weight_addresses(
-        weight, tile % tiles, n, weight_stride, GROUPS, KIND, ABOVE, BLOCK_WORDS, GATED
+        weight, tile % num_tiles, n, weight_stride, GROUPS, KIND, ABOVE, BLOCK_WORDS, GATED
     )
-    first = tile // tiles * units
+    first = tile // num_tiles * units
     for stage in gl.static_range(STAGES):
         if stage < early:
             unit = (chunk + stage) * CHUNK
@@ -137,7 +137,7 @@ def load_chunks(
             to_chunk = length
             tile = task // row_tiles
             words_at, above_at = weight_addresses(
-                weight, tile % tiles, n, weight_stride, GROUPS, KIND, ABOVE, BLOCK_WORDS, GATED
+                weight, tile % num_tiles, n, weight_stride, GROUPS, KIND, ABOVE, BLOCK_WORDS, GATED
             )
-            first = tile // tiles * units
+            first = tile // num_tiles * units
             first_row = task % row_tiles * BM

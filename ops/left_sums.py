@@ -6,6 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
 
 from compiled_mtp.ops.left_decode import (
     decode_part,
@@ -90,7 +91,7 @@ def one_strip(rows):
 def multiply_chunks(
     given, GROUP: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     CHUNK: gl.constexpr, AHEAD: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
-    FIELDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr,
+    FIELDS: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of a program's tasks by the 64 weight rows of group GROUP, chunk after chunk.
 
@@ -99,7 +100,7 @@ def multiply_chunks(
     """
     (
         weight_scale, out, words, above, shared_x, full, empty, slots, flags, rows, n, units, all_units,
-        tiles, begin, end,
+        num_tiles, begin, end,
     ) = given  # fmt: skip
     layout: gl.constexpr = sums_layout(BM, False)
     STRIPS: gl.constexpr = one_strip(BM)
@@ -108,14 +109,16 @@ def multiply_chunks(
     length = (units + CHUNK - 1) // CHUNK
     row_tiles = (rows + BM - 1) // BM
     own = gl.program_id(0) * GROUPS + GROUP
+    if PDL:
+        gdc_wait()
     stage = 0
     phase = 0
     task = (end - 1) // length
     while task * length + length > begin:
         from_chunk = gl.maximum(begin - task * length, 0)
         to_chunk = gl.minimum(end - task * length, length)
-        own_tile = task // row_tiles % tiles * GROUPS + GROUP
-        partial = task // row_tiles // tiles
+        own_tile = task // row_tiles % num_tiles * GROUPS + GROUP
+        partial = task // row_tiles // num_tiles
         row = weight_row(own_tile, n, gl.arange(0, 64, gl.SliceLayout(1, left)), 64, GATED)
         fields_at, field_step = fields_of(weight_scale, row, n, FIELDS, KIND)
         in_block = row % 16

@@ -22,9 +22,9 @@ Rows = Annotated[Tensor, "M K", BF16, Remedy("pass rows as long as the weight's,
 Words = Annotated[Tensor, "N W", I16, CONTIGUOUS, Remedy(PACK)]
 Scales = Annotated[Tensor, "U N S", I16, CONTIGUOUS, Remedy(PACK_SCALES)]
 # The weight is written by no kernel. A fence for the reason that `linear`'s kernels are.
-LAUNCHES = tuple(
-    Launch(kernel, reads_early=("weight", "weight_scale"), is_fence=True)
-    for kernel in ("left_kernel", "left_large_m_kernel")
+LAUNCHES = (
+    Launch("left_kernel", reads_early=("weight", "weight_scale"), is_fence=True),
+    Launch("left_large_m_kernel", reads_early=("weight",), is_fence=True),
 )
 
 

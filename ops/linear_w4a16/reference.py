@@ -22,9 +22,9 @@ Rows = Annotated[Tensor, "M K", BF16, Remedy("pass rows as long as the weight's,
 Words = Annotated[Tensor, "N W", I16, CONTIGUOUS, Remedy(PACK)]
 Groups = Annotated[Tensor, "G N 2", (torch.float16, BF16), CONTIGUOUS, Remedy(PACK_GROUPS)]
 # No kernel writes the weight or its groups. Fences for the reason that `linear`'s kernels are.
-LAUNCHES = tuple(
-    Launch(kernel, reads_early=("weight", "weight_scale"), is_fence=True)
-    for kernel in ("left_kernel", "left_large_m_kernel")
+LAUNCHES = (
+    Launch("left_kernel", reads_early=("weight", "weight_scale"), is_fence=True),
+    Launch("left_large_m_kernel", reads_early=("weight",), is_fence=True),
 )
 
 
