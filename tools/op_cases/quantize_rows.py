@@ -16,9 +16,11 @@ from op_cases import BF16, FP8, ROWS, LaunchCase, ModelShape, OpCase, Source, ch
 MAX_QUANTISED_ERROR = 1e-2
 
 
-def make_rows(device: Any, seed: int | None, rows: int, width: int) -> tuple[torch.Tensor, ...]:
+def make_rows(
+    device: Any, seed: int | None, rows: int, width: int, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, ...]:
     """Return random rows as the only argument."""
-    return (Source(device, seed).normal(rows, width, dtype=BF16),)
+    return (Source(device, seed).normal(rows, width, dtype=dtype),)
 
 
 def cases(shape: ModelShape, rows: int, settings: Mapping[str, int]) -> list[OpCase]:
