@@ -25,8 +25,8 @@ OPERATORS = sorted(path.parent.name for path in (ROOT / "ops").glob("*/kernel.py
 FP8_CAPABILITY = 89
 # Kernels that older GPUs cannot run: these GPUs have no conversion to e4m3.
 WITH_FP8_PRODUCTS = {"linear_w8a8", "quantize_rows", "gate_up_w8a8", "down_w8a8", "silu_mul_quantized"}
-# Launched on Hopper only: only there were their bits compared with the other kernel's.
-WITH_COPY_ENGINE = {"large_m", "large_m_w8a8", "resident"}
+# Launched from Hopper on: older GPUs have no copy engine.
+WITH_COPY_ENGINE = {"large_m", "large_m_w8a8", "resident", "gdn_many"}
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 
