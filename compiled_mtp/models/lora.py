@@ -23,7 +23,7 @@ from compiled_mtp.models.stored_weight import StoredWeight
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PAIR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight$")
-# PEFT saves lm_head as it was beside the pair that changes it.
+# PEFT saves the checkpoint's lm_head beside the pair that changes that weight.
 _BASE = re.compile(r"^base_model\.model\.(?P<module>.+)\.base_layer\.weight$")
 # The two stacks of experts of a layer: the second wraps the first.
 _EXPERTS = re.compile(r"^(?P<module>.+\.mlp\.experts)(\.base_layer)?$")

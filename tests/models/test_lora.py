@@ -172,7 +172,7 @@ def test_a_part_of_an_expert_has_the_bits_of_the_whole(tmp_path: Path, options: 
 
 
 def head_pair(base: Path, *, copy: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The tensors that PEFT saves of an adapter of lm_head: the weight as it was is one of them."""
+    """The tensors that PEFT saves of an adapter of lm_head: the pair, and the checkpoint's weight."""
     module, head = "base_model.model.lm_head", read_stored(base)["lm_head.weight"]
     generator = torch.Generator().manual_seed(6)
     return {
