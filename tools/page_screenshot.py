@@ -116,7 +116,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--output",
-        "--out",
         dest="out",
         type=Path,
         default=Path("docs/page.png"),

@@ -323,7 +323,7 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--recipes", help="for narrow: comma-separated of bf16, w8a16")
     parser.add_argument(
-        "--output", "--out", dest="out", type=Path, help="table to write; narrow and resident have a default"
+        "--output", dest="out", type=Path, help="table to write; narrow and resident have a default"
     )
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, help="start no further job after this long")

@@ -171,11 +171,6 @@ def _add_field(group: Any, name: str, info: Any) -> None:
     group.add_argument("--" + name.replace("_", "-"), **options)
 
 
-def add_output(parser: Parser, **options: Any) -> None:
-    """Add --output, the flag for the file or directory that a command writes, and its older name --out."""
-    parser.add_argument("--output", "--out", **options)
-
-
 def given(flags: dict[str, Any], model: Any, skip: Collection[str] = ()) -> dict[str, Any]:
     """Return the fields of `model` that were given as flags, except those in `skip`."""
     return {name: flags[name] for name in model.model_fields if name in flags and name not in skip}
