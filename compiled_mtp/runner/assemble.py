@@ -100,7 +100,7 @@ def build(
     models = [target] if draft is None else [target, draft]
     free_bytes = _free_bytes(spec)
     if spec.device.type == "cuda":
-        # As `inspect` foretells, unless loading took more.
+        # As `inspect` predicts, unless loading took more.
         loaded = models if encoder is None else [*models, encoder.tower]
         free_bytes = min(free_bytes, free_beside(loaded, before_bytes))
     if memory is None:

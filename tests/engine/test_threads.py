@@ -126,7 +126,7 @@ def test_a_late_abort_does_not_end_the_next_request_of_the_same_id(
     take = engine.scheduler.take_outputs
 
     def take_and_abort(*given: object) -> list[RequestOutput]:
-        if engine.scheduler._outputs:
+        if engine.scheduler._live.outputs:
             # Another thread aborts while the request ends in this very step.
             engine._inbox._aborts.add("same")
         return take()

@@ -184,7 +184,7 @@ def _noting(launched: list[str], name: str, method: Any) -> Any:
 
 def _prefer_0_most_of_the_time(engine: Any) -> None:
     """Prefer depth 0 for ten rounds, then a deeper one for some."""
-    controller = engine._depths.controller
+    controller = engine._steps.depths.controller
     number = controller._rounds
     if len(controller.depths) == 2:
         controller.choose = lambda bucket, context: _count(controller, 0 if number % 14 < 10 else 1)

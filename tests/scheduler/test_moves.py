@@ -11,15 +11,8 @@ from compiled_mtp.plan import Copy, Release, StepPlan
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.phases import TRANSITIONS, RequestPhase, check_transition
-from tests.fake_runner import (
-    FakeRunner,
-    expected_tokens,
-    make_request,
-    make_scheduler,
-    preempt_one,
-    step,
-    stream,
-)
+from tests.fake_runner import FakeRunner
+from tests.scheduling import expected_tokens, make_request, make_scheduler, preempt_one, step, stream
 
 HOST = {"host_records": 2, "host_blocks": 24}
 
@@ -101,7 +94,7 @@ def test_a_request_aborted_during_its_copy_keeps_both_locations_until_the_copy_i
     requests, outputs = start(scheduler, runner)
     assert preempt_one(scheduler, "b")
     if kind == "resume":
-        (scheduled,) = scheduler._live["b"]
+        (scheduled,) = scheduler._live.choices["b"]
         while scheduled.phase is not RequestPhase.OFFLOADED or scheduled.transfer is None:
             outputs += step(scheduler, runner)
     for _ in range(steps):

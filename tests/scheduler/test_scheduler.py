@@ -16,9 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from compiled_mtp.plan import StepResult
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler.phases import RequestPhase
-from tests.fake_runner import (
-    EOS,
-    FakeRunner,
+from tests.fake_runner import EOS, FakeRunner
+from tests.scheduling import (
     expected_tokens,
     finish_all,
     make_request,

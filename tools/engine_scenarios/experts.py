@@ -119,7 +119,7 @@ def decode(
     ids = [engine.add_request(prompt_token_ids=prompt, params=params) for prompt in prompts]
     parts: dict[str, list[RequestOutput]] = {name: [] for name in ids}
     times, reads = list[float](), list[float]()
-    read = engine.scheduler._read_experts
+    read = engine.scheduler._results.read_experts
 
     def timed_read(*given: Any) -> Any:
         begin = time.perf_counter()
@@ -128,7 +128,7 @@ def decode(
         reads.append(time.perf_counter() - begin)
         return experts
 
-    engine.scheduler._read_experts = timed_read if params.return_routed_experts else read
+    engine.scheduler._results.read_experts = timed_read if params.return_routed_experts else read
     last = time.perf_counter()
     while engine.has_unfinished_requests():
         outputs = engine.step()
@@ -139,7 +139,7 @@ def decode(
         last = now
         for output in outputs:
             parts[output.request_id].append(output)
-    engine.scheduler._read_experts = read
+    engine.scheduler._results.read_experts = read
     tokens = [[token for one in parts[name] for token in one.new_token_ids] for name in ids]
     if params.return_routed_experts:
         for prompt, new, name in zip(prompts, tokens, ids, strict=True):

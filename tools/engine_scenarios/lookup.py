@@ -221,8 +221,8 @@ def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[in
         )
     if flags.at_depth is not None:
         assert flags.mtp_step == "auto", f"--at-depth needs --mtp-step auto, got {flags.mtp_step}"
-        assert engine._depths is not None
-        engine._depths.controller.choose = lambda *_: flags.at_depth  # type: ignore[method-assign]
+        assert engine._steps.depths is not None
+        engine._steps.depths.controller.choose = lambda *_: flags.at_depth  # type: ignore[method-assign]
     return engine, force_outputs(engine)
 
 
