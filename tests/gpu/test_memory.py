@@ -142,4 +142,5 @@ def test_any_depth_gives_the_same_tokens(mode: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr(engine.scheduler._planner._shapes, "_depth", lambda *_: next(depths))
     with torch.compiler.set_stance("fail_on_recompile"):
         check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
+    assert all(engine.stats().rounds_by_depth.values())
     engine.close()
