@@ -8,6 +8,7 @@ from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.limits import Limits
+from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.round_shapes import Depth
 from tests.fake_runner import EOS, FakeRunner, token_at
 
@@ -107,3 +108,8 @@ def stream(scheduler: Scheduler, runner: FakeRunner) -> list[RequestOutput]:
             return outputs
         outputs += step(scheduler, runner)
     raise AssertionError("the requests do not end")
+
+
+def phase_of(scheduler: Scheduler, name: str) -> RequestPhase:
+    """Return the phase of a request's first live choice."""
+    return scheduler._live.choices[name][0].phase

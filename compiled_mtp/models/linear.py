@@ -8,11 +8,10 @@ from torch import nn
 from compiled_mtp.models.activations import Activations, plain, quantized
 from compiled_mtp.models.rows import PrefillRows, Rows
 from compiled_mtp.models.weight_format import ParameterFactory, WeightFormat, coded_part
+from compiled_mtp.ops.coded_weight import count_partials as count_coded_partials
 from compiled_mtp.ops.k_splits import NARROW_ROWS, WIDE_ROWS
 from compiled_mtp.ops.linear import count_partials, linear, linear_partials, linear_silu_mul
-from compiled_mtp.ops.linear_blocks import count_partials as count_blocks_partials
 from compiled_mtp.ops.linear_blocks import linear_blocks, linear_blocks_partials, linear_blocks_silu_mul
-from compiled_mtp.ops.linear_w4a16 import count_partials as count_w4a16_partials
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16, linear_w4a16_partials, linear_w4a16_silu_mul
 from compiled_mtp.ops.linear_w8a8 import count_partials as count_w8a8_partials
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8, linear_w8a8_partials
@@ -89,7 +88,7 @@ class Linear(nn.Module):
         self.has_prompt_order = make.device.type != "cpu"
         self.whole_k = in_features * communicator.world if communicator is not None and is_before_norm else 0
         # The partials of this rank's shard; the communicator adds the partials of all ranks.
-        self.partial_counts = self._partial_counts()
+        self.partial_counts = self._partial_counts(in_features)
         # `choose_resident` decides. A communicator needs fences. So does a draft's layer, which reads early
         # positions and slots that were written just before it: fc, which is never resident, is that fence.
         self.may_be_resident = may_be_resident and communicator is None
@@ -169,16 +168,14 @@ class Linear(nn.Module):
         assert self.weight_scale is not None
         return self.weight, self.weight_scale
 
-    def _partial_counts(self) -> tuple[int, int, int]:
+    def _partial_counts(self, in_features: int) -> tuple[int, int, int]:
         """The numbers of partials of up to NARROW_ROWS rows, of up to WIDE_ROWS and of more."""
-        count = count_w8a8_partials if self.quantizes_rows else count_partials
-        if self.has_codes:
-            count = count_w4a16_partials
-        if self.parts is not None:
-            if len(self.parts) > 1:
-                return 1, 1, 1
-            few = count_blocks_partials(self.weight, 1, self.parts.name, self.whole_k)
+        if self.parts is not None and len(self.parts) > 1:
+            return 1, 1, 1
+        if self.is_packed:
+            few = count_coded_partials(self.weight, in_features, self.whole_k)
             return few, few, few
+        count = count_w8a8_partials if self.quantizes_rows else count_partials
         sizes = (1, NARROW_ROWS + 1, WIDE_ROWS + 1)
         few, many, most = (count(self.weight, rows, whole_k=self.whole_k) for rows in sizes)
         return few, many, most

@@ -244,12 +244,6 @@ class Scheduler:
         owners = self._resources.owners.items()
         return {slot: one.request for slot, one in owners if one.phase is RequestPhase.RUNNING}
 
-    def phase(self, request_id: str) -> RequestPhase:
-        """Return the phase of a request's first live choice. Raises ValueError for an id without a live
-        request.
-        """
-        return self._live.find(request_id)[0].phase
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot, block and record is free or owned once, and every phase
         agrees with what its request owns.

@@ -18,7 +18,7 @@ from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 from tests.fake_runner import FakeRunner, token_at
-from tests.scheduling import expected_tokens, make_request, make_scheduler, step, stream
+from tests.scheduling import expected_tokens, make_request, make_scheduler, phase_of, step, stream
 
 
 class Recorder:
@@ -261,10 +261,10 @@ def test_a_request_without_output_waits_again_and_nothing_is_replayed() -> None:
     chunks = {"prefill_chunk": 16, "num_snapshots": 2}
     scheduler, runner = start(12, [(20, 120), (130, 5)], max_in_flight=0, **chunks)
     scheduler._planner.admission.tokens_ahead = -200
-    while scheduler.phase("1") is not RequestPhase.PREFILLING:
+    while phase_of(scheduler, "1") is not RequestPhase.PREFILLING:
         step(scheduler, runner)
     log = Log()
-    while scheduler.phase("1") is RequestPhase.PREFILLING:
+    while phase_of(scheduler, "1") is RequestPhase.PREFILLING:
         runner.accept = 3
         log.take(step(scheduler, runner))
     log.take(stream(scheduler, runner))

@@ -22,6 +22,7 @@ from tests.scheduling import (
     finish_all,
     make_request,
     make_scheduler,
+    phase_of,
     preempt_one,
     step,
     stream,
@@ -337,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_and_slot_has_one_owner(self) -> None:
         self.scheduler.check_integrity()
         live = [name for name, r in self.requests.items() if r.finish_reason is None]
-        phases = Counter(self.scheduler.phase(name) for name in live)
+        phases = Counter(phase_of(self.scheduler, name) for name in live)
         assert self.scheduler.num_waiting == phases[RequestPhase.WAITING]
         assert self.scheduler.num_running == phases[RequestPhase.PREFILLING] + phases[RequestPhase.RUNNING]
 
