@@ -254,14 +254,6 @@ def test_damage_is_named_in_one_line(tmp_path: Path, name: str, capsys: pytest.C
     assert capsys.readouterr().err == f"error: {error.value}\n"
 
 
-@pytest.mark.parametrize("packer", [gptq(), nvfp4()], ids=["gptq", "nvfp4"])
-def test_a_quantised_fc_is_refused_except_for_plain_decode(tmp_path: Path, packer: Packer) -> None:
-    directory = make(tmp_path, packer, modules=("mtp.fc",))
-    with pytest.raises(ValueError, match=r"^mtp.fc.* must be plain: .*; use another .* or pass mtp_step=0$"):
-        check(directory)
-    check(directory, with_mtp=False)
-
-
 def test_an_incomplete_head_is_named(tmp_path: Path) -> None:
     directory = make(tmp_path, gptq(), GPTQ_INT4)
     for suffix in ("qweight", "qzeros", "scales", "g_idx"):
@@ -311,7 +303,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:awq:marlin"},
-        'quantization_config.packing_format must be "auto_round:auto_gptq" or "auto_round:auto_awq", got',
+        'quantization_config.packing_format must be "auto_round:auto_gptq" or "auto_round:auto_awq" or ',
     ),
     (
         {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 2}}},
@@ -334,6 +326,21 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         "quantization_config.transform_config must be {}, got ",
     ),
     (
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "quantization_config.sparsity_config must be {}, got ",
+    ),
+    *(
+        (
+            {"quant_method": "auto-round", "bits": 4, key: {"hadamard_type": "random_hadamard"}},
+            f"quantization_config.{key} must be {{}}, got ",
+        )
+        for key in ("rotation_config", "spinquant_config")
+    ),
+    (
+        {"quant_method": "auto-round", "bits": 4, "data_type": "mx_int", "packing_format": "auto_round"},
+        'quantization_config.data_type must be "int" or "fp" or ',
+    ),
+    (
         {
             "quant_method": "compressed-tensors",
             "config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}},
@@ -342,7 +349,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-        "quantization_config.quant_algo must be FP8 or NVFP4 or W4A16_NVFP4 or MIXED_PRECISION, got W4A8_A",
+        "quantization_config.quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN or FP8_PB_WO or ",
     ),
     (
         {"quant_method": "modelopt", "quantized_layers": {"lm_head": {"quant_algo": "INT8"}}},
