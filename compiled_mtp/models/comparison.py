@@ -165,6 +165,8 @@ def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) 
                 prefix = ".".join(parts[:cut])
                 owner = "PEFT's" if prefix.startswith("base_model.model") else "a wrapper's"
                 return f"the names begin with {shown(prefix)}., {owner}: save the model without it"
+    if missing == [HEAD]:
+        return "if its head is tied to the embedding, set tie_word_embeddings to true in config.json"
     is_whole = not missing and not misfitting
     return "remove them, or pass allow_extra_tensors to skip them" if is_whole else ""
 

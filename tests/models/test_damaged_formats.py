@@ -288,6 +288,11 @@ def test_scales_of_keys_and_values_are_skipped(tmp_path: Path) -> None:
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"bits": 4, "group_size": 64, "mode": "affine"},
+        "quantization_config.quant_method must be fp8 or gptq o",
+    ),
+    ({"quant_method": "gptq", "bits": "4"}, "quantization_config.bits must be 4 or 8, got '4'; use the bf16"),
     ({"quant_method": "gptq", "bits": 3}, "quantization_config.bits must be 4 or 8, got 3; use the bf16"),
     (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*lm_head$": {"bits": 2}}},
@@ -374,6 +379,24 @@ def test_a_config_of_an_unsupported_computation_is_refused(
         with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
             read_model_config(plain)
         assert "\n" not in str(error.value)
+    finally:
+        file.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"producer": {"name": "modelopt", "version": "0.27.1"}, "quant_algo": "NVFP4"},
+        {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": None, "sym": None}}},
+        {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"},
+    ],
+)
+def test_a_config_that_leaves_much_out_is_read(plain: Path, section: dict[str, Any]) -> None:
+    file = plain / "config.json"
+    before = file.read_text()
+    file.write_text(json.dumps(json.loads(before) | {"quantization_config": section}))
+    try:
+        assert read_model_config(plain).mtp_num_layers == 1
     finally:
         file.write_text(before)
 

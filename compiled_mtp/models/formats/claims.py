@@ -34,7 +34,7 @@ _DATA_TYPES = ("int", "fp", "mx_fp", "mx_fp_rceil", "nv_fp", "nv_fp4_with_static
 _ROTATIONS = ("transform_config", "rotation_config", "spinquant_config")
 _TENSORS_FORMATS = (
     *("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
-    *("naive-quantized", "mixed-precision", "int-quantized"),
+    *("naive-quantized", "mixed-precision", "int-quantized", "dense"),
 )
 # modelopt writes some of them in lower case.
 _ALGORITHMS = (
@@ -75,10 +75,11 @@ def read_claims(root: Path) -> Claims:
 
 def claims_of(section: dict[str, Any]) -> Claims:
     """Read the claims of a quantization_config. Raises ValueError for an unsupported method or packing."""
-    method = section.get("quant_method")
-    check(
-        method in METHODS, "quantization_config.quant_method", f"be {' or '.join(METHODS)}", method, _REMEDY
-    )
+    # modelopt's older versions name the producer alone.
+    producer = Keys(section).section("producer").get("name")
+    method = section.get("quant_method", "modelopt" if producer == "modelopt" else None)
+    got = "none, as MLX writes it" if method is None and "group_size" in section else method
+    check(method in METHODS, "quantization_config.quant_method", f"be {' or '.join(METHODS)}", got, _REMEDY)
     for key in _ROTATIONS:
         _check_key(section, key, (None, {}))
     match method:
@@ -121,7 +122,7 @@ def _gptq(section: dict[str, Any]) -> Claims:
 def _auto_round(section: dict[str, Any]) -> Claims:
     # `extra_config` overrides these keys for some names; entries of 16 bits are not quantised.
     parts = [section, *_sections(section.get("extra_config"))]
-    parts = [part for part in parts if Keys(part).integer("bits", 4) < 16]
+    parts = [part for part in parts if not (type(bits := part.get("bits")) is int and bits >= 16)]
     _check_bits(parts, "bits")
     packing = section.get("packing_format")
     _check_key(section, "packing_format", (None, *_PACKINGS))
@@ -149,7 +150,8 @@ def _compressed_tensors(section: dict[str, Any]) -> Claims:
     groups = list(_sections(section.get("config_groups")))
     for each in (section, *groups):
         _check_key(each, "format", (None, *_TENSORS_FORMATS))
-    _check_key(section, "quantization_status", (None, "compressed"))
+    # "frozen" are plain weights, of a checkpoint with scales of keys and values.
+    _check_key(section, "quantization_status", (None, "compressed", "frozen"))
     # Unsupported: sparse weights that omit zeros. Older versions describe dense ones too.
     if Keys(section).section("sparsity_config").get("format") != "dense":
         _check_key(section, "sparsity_config", (None, {}))
@@ -188,10 +190,9 @@ def _check_key(section: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> N
 
 
 def _check_bits(parts: Iterable[dict[str, Any]], key: str) -> None:
-    for part in parts:
-        bits = Keys(part).integer(key, _BITS[0])
+    for bits in (part[key] for part in parts if part.get(key) is not None):
         rule = f"be {' or '.join(map(str, _BITS))}"
-        check(bits in _BITS, f"{SECTION}.{key}", rule, bits, _REMEDY)
+        check(type(bits) is int and bits in _BITS, f"{SECTION}.{key}", rule, shown(bits, repr), _REMEDY)
 
 
 def _group_sizes(parts: Iterable[dict[str, Any]]) -> tuple[int, ...]:
@@ -209,5 +210,5 @@ def _group_sizes(parts: Iterable[dict[str, Any]]) -> tuple[int, ...]:
 
 def _agreed(parts: Iterable[dict[str, Any]], key: str) -> bool | None:
     """The value on which all of `parts` with the key agree; None if they differ or none has the key."""
-    found = {Keys(part).flag(key, False) for part in parts if key in part}
+    found = {Keys(part).flag(key, False) for part in parts if part.get(key) is not None}
     return found.pop() if len(found) == 1 else None
