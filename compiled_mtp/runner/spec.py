@@ -99,7 +99,7 @@ class EngineSpec:
     shapes: tuple[RoundShape, ...]
     wide_shapes: tuple[RoundShape, ...] = field(metadata=NOT_TRACED)
     given_shapes: tuple[RoundShape, ...]
-    drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names})
+    drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names, "setting": "lookup"})
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
     max_model_len: int

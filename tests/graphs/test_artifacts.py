@@ -133,7 +133,9 @@ def test_a_second_process_compiles_nothing_without_a_compiler(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mtp_step": 2}, r"graph_cache must be made for .*=.*, got .* in"),
+        ({"mtp_step": 2}, "graph_cache must be made for mtp_step=2, got 0"),
+        ({"max_batch": 3}, "graph_cache must be made for max_batch=3, got 1"),
+        ({"scoring": True}, "graph_cache must be made for scoring=True, got False"),
         ({"max_model_len": 96}, "graph_cache must be made for max_model_len=96, got 128"),
         ({"dtype": "bfloat16"}, "graph_cache must be made for dtype='bfloat16', got 'float32'"),
         ({"num_blocks": 9}, "graph_cache must be made for num_blocks=9, got 3"),
@@ -197,6 +199,20 @@ def test_a_broken_program_is_refused_by_name(checkpoint: Path, graph_cache: Path
     with pytest.raises(
         ValueError, match=r"graph_cache must hold programs .* from first_token_0_drafts; export it"
     ):
+        Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
+
+
+@pytest.mark.parametrize("layout", [None, b"[1]", b"[["])
+def test_a_cache_without_a_layout_is_refused_by_name(
+    checkpoint: Path, graph_cache: Path, tmp_path: Path, layout: bytes | None
+) -> None:
+    file, name = tmp_path / "broken.zip", "programs/layout.json"
+    with zipfile.ZipFile(graph_cache) as source, zipfile.ZipFile(file, "w") as target:
+        for member in source.namelist():
+            content = layout if member == name else source.read(member)
+            if content is not None:
+                target.writestr(member, content)
+    with pytest.raises(ValueError, match=r"graph_cache must hold a layout\.json of tensors, got .*; export"):
         Engine(EngineConfig(model=checkpoint, device="cpu", graph_cache=file, **SHAPE))
 
 

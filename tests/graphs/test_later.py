@@ -59,8 +59,7 @@ def with_programs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[str
         return partial(METHODS[file.name.split("_")[0]], owner)
 
     patches = {
-        "runner.assemble.check_key": lambda file, key: None,
-        "runner.assemble.read_key": lambda file: {},
+        "runner.assemble.check_key": lambda file, key, is_whole=True: None,
         "runner.memory.read_key": lambda file: {},
         "runner.assemble.load": lambda file: checkpoint / "unpacked",
         "runner.program_maker.load_program": load,

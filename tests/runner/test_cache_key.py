@@ -71,6 +71,7 @@ def test_the_key_holds_resolved_settings() -> None:
         "dtype": "float32",
         "kv_dtype": "float32",
         "mtp_step": 2,
+        "lookup": ["mtp", "lookup"],
         "shapes": [[2, 2]],
         "prefill_chunk": 512,
         "exchange": None,

@@ -24,6 +24,7 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 ORDER = ("off", "on", "off_again")
@@ -43,9 +44,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=common.numbers, default=[1, 8, 32], help="requests, separated by commas"
     )
-    parser.add_argument("--context", type=common.count, default=256, help="prompt tokens")
-    parser.add_argument("--tokens", type=common.count, default=192, help="output tokens of a request")
-    parser.add_argument("--repeats", type=common.count, default=3, help="timed decodes of each batch")
+    parser.add_argument("--context", type=count, default=256, help="prompt tokens")
+    parser.add_argument("--tokens", type=count, default=192, help="output tokens of a request")
+    parser.add_argument("--repeats", type=count, default=3, help="timed decodes of each batch")
 
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
