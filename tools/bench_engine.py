@@ -53,10 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     scenario.add_flags(own)
+    flags = own.parse_args(chosen.flags)
     try:
-        line = scenario.run(own.parse_args(chosen.flags))
+        line = scenario.run(flags)
     except AssertionError as error:
         raise SystemExit(f"error: {error}") from error
+    except (OSError, ValueError) as error:
+        own.error(str(error))
     print(json.dumps({"scenario": chosen.scenario} | line))
 
 

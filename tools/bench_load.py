@@ -38,6 +38,7 @@ import torch
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from compiled_mtp import engine as engine_module
+from compiled_mtp.benchmarks.released_shapes import LAYERS
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.ops.device import GPU, assume
 from compiled_mtp.runner import assemble
@@ -246,13 +247,28 @@ def measure(form: str, flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"must be integers from 1 on, separated by commas, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _formats(text: str) -> list[str]:
+    parts, known = text.split(","), synthetic_checkpoint.FORMATS
+    if not set(parts) <= set(known):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, separated by commas, got {text!r}")
+    return parts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="27b")
-    parser.add_argument("--format", default="int4", help=f"some of {','.join(synthetic_checkpoint.FORMATS)}")
+    parser.add_argument("--shape", choices=sorted(LAYERS), default="27b")
+    parser.add_argument(
+        "--format",
+        type=_formats,
+        default="int4",
+        help=f"of {', '.join(synthetic_checkpoint.FORMATS)}, separated by commas",
+    )
     parser.add_argument("--layers", type=int, default=0, help="0 for the shape's own")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--device", default="auto")
@@ -266,10 +282,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--keep", action="store_true", help="leave the files for the next call")
     flags = parser.parse_args(argv)
+    if flags.gib and not torch.cuda.is_available():
+        parser.error(
+            f"gib must come with a CUDA device, of which it is a part, got {flags.gib}; leave it out"
+        )
     if flags.gib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(flags.gib * 2**30 / total)
-    for form in flags.format.split(","):
+    for form in flags.format:
         print(json.dumps(measure(form, flags)), flush=True)
     return 0
 

@@ -107,8 +107,8 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
         elif name.endswith("_scale") and parameters[name.removesuffix("_scale")].dtype == torch.int16:
             # Scale and zero point of each group [..., K / group, N, 2]; codes lie about 4 from zero points.
-            # Codes have the mean 7.5: zero points of 7 and 8 in turn make that of the values zero. With
-            # another, all outputs would be alike, all texts would repeat, and all rows have one expert.
+            # Codes have the mean 7.5: zero points of 8 and 7 in turn make that of the values zero. With
+            # another mean all outputs are alike: texts repeat, and all rows choose the same experts.
             groups, rows, _ = parameter.shape[-3:]
             columns = 4 * parameters[name.removesuffix("_scale")].shape[-1]
             scales = torch.full((rows, groups), 0.7 * columns**-0.5 / 4, dtype=parameter.dtype)

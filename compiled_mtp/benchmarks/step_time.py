@@ -43,6 +43,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,8 @@ from compiled_mtp.terminal.flags import Parser
 # Two rows that agree in these fields measure the same case.
 CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
+
+MODES = ("replay", "reduce-overhead", "auto", "uncompiled")
 
 # Not `-m`: with this package's own path, the process imports the same package even if it is not installed.
 _CODE = (
@@ -193,6 +196,24 @@ def measure_all(
     end_loop(loop)
 
 
+def integers(text: str, least: int) -> list[int]:
+    """Parse a flag's integers, separated by commas."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"must be integers from {least} on, separated by commas, got {text!r}"
+        )
+    return [int(part) for part in parts]
+
+
+def modes(text: str) -> list[str]:
+    """Parse a flag's graph modes, separated by commas."""
+    parts = text.split(",")
+    if not set(parts) <= set(MODES):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(MODES)}, separated by commas, got {text!r}")
+    return parts
+
+
 def make_parser() -> Parser:
     """Return the flags."""
     parser = Parser(
@@ -201,24 +222,33 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", required=True, choices=sorted(LAYERS))
-    parser.add_argument("--mtp-step", default="0,3", help="depths, separated by commas")
-    parser.add_argument("--batch", default="1,4,8,16,32", help="requests, separated by commas")
+    parser.add_argument(
+        "--mtp-step", type=partial(integers, least=0), default="0,3", help="depths, separated by commas"
+    )
+    parser.add_argument(
+        "--batch",
+        type=partial(integers, least=1),
+        default="1,4,8,16,32",
+        help="requests, separated by commas",
+    )
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens per round at mtp_step 3")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument(
         "--graph-mode",
+        type=modes,
         default="replay",
         help="of replay, reduce-overhead, auto and uncompiled, separated by commas; uncompiled captures "
         "rounds as they are, which starts in seconds and takes more kernels",
     )
-    parser.add_argument(
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
         "--fp8",
         nargs="?",
         const="w8a8",
         choices=("w8a8", "w8a16"),
         help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--int4",
         type=int,
         default=0,
@@ -228,7 +258,7 @@ def make_parser() -> Parser:
         metavar="GROUP",
         help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--codes",
         default="",
         choices=(*KINDS, "Q4_K_M"),
@@ -259,14 +289,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"tensor_parallel must be at most the {found} CUDA devices that torch finds, got {needed}"
         )
-    batches = sorted(int(batch) for batch in arguments.batch.split(","))
-    cases = [
-        (int(depth), mode)
-        for depth in arguments.mtp_step.split(",")
-        for mode in arguments.graph_mode.split(",")
-    ]
+    batches = sorted(arguments.batch)
+    cases = [(depth, mode) for depth in arguments.mtp_step for mode in arguments.graph_mode]
     if len(cases) == 1:
-        run(arguments, batches, *cases[0], saved)
+        try:
+            run(arguments, batches, *cases[0], saved)
+        except ValueError as error:
+            parser.error(str(error))
         return 0
     for depth, mode in cases:
         # Each case has its own process: one that was traced would slow down the next.
