@@ -43,7 +43,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,13 +70,11 @@ from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
-from compiled_mtp.terminal.flags import Parser
+from compiled_mtp.terminal.flags import Parser, count, counts, names_of
 
 # Two rows that agree in these fields measure the same case.
 CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
 SAVED_FIELDS = {*CASE_FIELDS, "engine", "step_ms"} - {"ranks"}
-
-MODES = ("replay", "reduce-overhead", "auto", "uncompiled")
 
 # Not `-m`: with this package's own path, the process imports the same package even if it is not installed.
 _CODE = (
@@ -196,22 +193,12 @@ def measure_all(
     end_loop(loop)
 
 
-def integers(text: str, least: int) -> list[int]:
-    """Parse a flag's integers, separated by commas."""
+def _depths(text: str) -> list[int]:
+    """Parse a flag's numbers of drafts, separated by commas."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"must be integers from {least} on, separated by commas, got {text!r}"
-        )
+    if not all(part.isdecimal() and int(part) <= 7 for part in parts):
+        raise argparse.ArgumentTypeError(f"must be integers from 0 to 7, separated by commas, got {text!r}")
     return [int(part) for part in parts]
-
-
-def modes(text: str) -> list[str]:
-    """Parse a flag's graph modes, separated by commas."""
-    parts = text.split(",")
-    if not set(parts) <= set(MODES):
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(MODES)}, separated by commas, got {text!r}")
-    return parts
 
 
 def make_parser() -> Parser:
@@ -222,21 +209,16 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", required=True, choices=sorted(LAYERS))
+    parser.add_argument("--mtp-step", type=_depths, default=[0, 3], help="depths, separated by commas")
     parser.add_argument(
-        "--mtp-step", type=partial(integers, least=0), default="0,3", help="depths, separated by commas"
-    )
-    parser.add_argument(
-        "--batch",
-        type=partial(integers, least=1),
-        default="1,4,8,16,32",
-        help="requests, separated by commas",
+        "--batch", type=counts, default=[1, 4, 8, 16, 32], help="requests, separated by commas"
     )
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens per round at mtp_step 3")
-    parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
+    parser.add_argument("--context", type=count, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument(
         "--graph-mode",
-        type=modes,
-        default="replay",
+        type=names_of(("replay", "reduce-overhead", "auto", "uncompiled")),
+        default=["replay"],
         help="of replay, reduce-overhead, auto and uncompiled, separated by commas; uncompiled captures "
         "rounds as they are, which starts in seconds and takes more kernels",
     )
@@ -269,7 +251,7 @@ def make_parser() -> Parser:
         "--draft-dtype", default="auto", help="dtype of what only drafts read: auto, weights or float8_e4m3fn"
     )
     parser.add_argument("--kernels", action="store_true", help="print a step's time by kernel")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time one GPU, then N")
+    parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="time one GPU, then N")
     parser.add_argument("--exchange", default="auto", help="of several GPUs: auto, symmetric or nccl")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to ours")
     return parser
@@ -292,10 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches = sorted(arguments.batch)
     cases = [(depth, mode) for depth in arguments.mtp_step for mode in arguments.graph_mode]
     if len(cases) == 1:
-        try:
-            run(arguments, batches, *cases[0], saved)
-        except ValueError as error:
-            parser.error(str(error))
+        run(arguments, batches, *cases[0], saved)
         return 0
     for depth, mode in cases:
         # Each case has its own process: one that was traced would slow down the next.
