@@ -98,6 +98,8 @@ def hf_config(container: Container) -> dict[str, Any]:
     count = metadata.integer(".block_count")
     if count <= num_nextn:
         raise metadata.fail(".block_count", f"be more than its {num_nextn} MTP layers", count)
+    if not num_nextn and any(".nextn." in name for name in tensors):
+        raise metadata.fail(".nextn_predict_layers", "be 1 in a file with nextn tensors", num_nextn)
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise fail(str(container.path), "hold token_embd.weight", "none", "download the file again")
     is_whole = not _has_mtp(container) or any(name.startswith("blk.0.") for name in tensors)

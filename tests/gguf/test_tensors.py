@@ -270,6 +270,7 @@ def test_ollamas_files_hold_the_same_tensors(name: str, tmp_path: Path) -> None:
         ({"qwen35.attention.head_count_kv": [0, 0, 1, 2]}, "head_count_kv must be one positive integer in"),
         ({"qwen35.attention.head_count_kv": [0, 0, 0, 0]}, "head_count_kv must be one positive integer in"),
         ({"qwen35.ssm.v_head_reordered": False}, "qwen35.ssm.v_head_reordered must be True, got False"),
+        ({"qwen35.nextn_predict_layers": None}, "nextn_predict_layers must be 1 in a file with nextn ten"),
         ({"qwen35.norm_top_k_prob": False}, "qwen35.norm_top_k_prob must be True, got False"),
         ({"tokenizer.ggml.eos_token_id": 512}, "eos_token_id must be ids below 512, .*, got 512 in .*con"),
         ({"tokenizer.ggml.eos_token_id": [1, 2]}, r"eos_token_id must be ids below 512, .*, got \[1, 2\] in"),
