@@ -264,6 +264,18 @@ def test_ollamas_files_hold_the_same_tensors(name: str, tmp_path: Path) -> None:
     assert configs[0] == configs[1]
 
 
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64)
+    both = convert(source)
+    both["mtp.layers.0.attn_q.weight"] = both["blk.4.attn_q.weight"]
+    monkeypatch.setattr(gguf_files, "convert", lambda directory, **_: both)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    with pytest.raises(
+        ValueError, match=r"hold mtp.layers.0.self_attn.q_proj.weight once, got blk.4.attn_q.weight and mtp"
+    ):
+        stored_tensors(read_container(path))
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
