@@ -37,7 +37,10 @@ def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
     """
     root = Path(path)
     if root.suffix == ".gguf":
-        rule, remedy = "be 0 for a GGUF file, of which no vision tower is read", "leave max_images and images out"
+        rule, remedy = (
+            "be 0 for a GGUF file, of which no vision tower is read",
+            "leave max_images and images out",
+        )
         check(not max_pixels, "max_images", rule, f"images for {root}", remedy)
         return _read_gguf(root)
     is_there = (root / "config.json").is_file()

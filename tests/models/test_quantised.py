@@ -203,7 +203,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 MIXED = (
     *(gptq(32), awq(32), pack_quantized(32), pack_quantized(-1, 8), fp8(), fp8("tensor")),
-    *(nvfp4(), nvfp4(modelopt=True), mxfp4()),
+    *(nvfp4(), nvfp4(modelopt=True), mxfp4(), int8()),
 )
 
 
