@@ -146,8 +146,9 @@ def _eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
         wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
         if wrong:
             raise metadata.fail(key, f"be ids below {vocab_size}, the rows of token_embd.weight", wrong[0])
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    ends = {i for i, token in enumerate(tokens) if token in _ENDS}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    # Of another type they are refused where the tokenizer is read.
+    ends = {i for i, token in enumerate(tokens) if token in _ENDS} if isinstance(tokens, list) else set()
     return sorted(ends.union(*named.values()))
 
 
