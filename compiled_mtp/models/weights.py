@@ -250,8 +250,14 @@ def multiplied_out(
 ) -> list[StoredWeight]:
     """The quantised weights among `weights` that the loader multiplies out."""
     layout = FAMILIES[config.family].layout(config, weights, formats)
+
+    def is_changed(name: str) -> bool:
+        forms = (formats.get(piece.parameter, PLAIN) for piece in layout[name].pieces)
+        is_fp8 = weights[name].dtype == FP8.header_dtype
+        return is_packed(weights[name]) or (is_fp8 and not all(form.has_factors for form in forms))
+
     names = [name for name in _multiplied_out(layout, formats) if name in weights]
-    return [weights[name] for name in names if is_packed(weights[name])]
+    return [weights[name] for name in names if is_changed(name)]
 
 
 def _multiplied_out(layout: Layout, formats: Formats) -> Iterator[str]:
