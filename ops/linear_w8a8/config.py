@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.k_splits import WIDE_ROWS, is_sum, part_counts
+from compiled_mtp.ops.k_splits import is_sum, part_counts
 from compiled_mtp.ops.persistent_config import WIDE_PARTS, has_few_parts
 
 # Of an H200, and how many programs should at least have a place there; with up to 16 rows fewer do.
@@ -56,7 +56,7 @@ def count_partials(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
     n, k = weight.shape
     counts = part_counts(k, whole_k or k)
     is_whole = whole_k in (0, k) and WIDE_PARTS in counts
-    if rows > WIDE_ROWS and is_whole and has_few_parts(device_of(weight.device.index), n, k):
+    if is_whole and has_few_parts(device_of(weight.device.index), rows, n, k, weight.itemsize):
         return WIDE_PARTS
     # Measured with 27B's down and its norm: at 4 rows two parts take 28.0 us and four 30.6, at 128 rows 55.2
     # and 45.7.
