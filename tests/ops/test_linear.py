@@ -466,9 +466,7 @@ def test_a_shard_has_as_many_programs_as_the_whole(
     monkeypatch.setattr("compiled_mtp.ops.linear.config.device_of", lambda index: hopper)
 
     def count(shards: int) -> int:
-        weight: Any = SimpleNamespace(
-            device=on_gpu, dtype=torch.bfloat16, itemsize=2, shape=(5120, k // shards)
-        )
+        weight: Any = SimpleNamespace(device=on_gpu, dtype=torch.bfloat16, shape=(5120, k // shards))
         return count_partials(weight, rows, 0, k)
 
     assert tuple(count(shards) for shards in (1, 2, 4, 8)) == counts
