@@ -8,17 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from compiled_mtp.ops.left_decode import (
-    decode_part,
-    fields_of,
-    finish,
-    load_codes,
-    load_fields,
-    own_fields,
-    scale_of,
-    words_of_scales,
-)
+from compiled_mtp.ops.left_decode import decode_part, finish, load_codes
 from compiled_mtp.ops.left_operand import spread, store_tile, weight_row
+from compiled_mtp.ops.left_scales import fields_of, load_fields, own_fields, scale_of, words_of_scales
 from compiled_mtp.ops.persistent_slots import await_flag, keep, load_slot, set_flag, store_slot, sums_layout
 
 
