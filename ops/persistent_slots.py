@@ -108,25 +108,20 @@ def add_sums(left, right):
 
 
 @gluon.jit
-def close_chain(sums, slots, slot, chain, CHAINS: gl.constexpr, STRIPS: gl.constexpr, FP8: gl.constexpr):
-    """Return the largest finished node of the tree of CHAINS chains.
+def close_chain(
+    sums, slots, slot, chain, CHAINS: gl.constexpr, STRIPS: gl.constexpr, FP8: gl.constexpr,
+    SIZE: gl.constexpr = 1,
+):  # fmt: skip
+    """Return the largest finished node of the tree of CHAINS chains, from a node of SIZE chains on.
 
-    Left halves of one, two and four chains wait for their right half in `slot` and the two slots after it.
+    Left halves of one, two, four and more chains wait for their right half in `slot` and the slots after it.
     """
-    if chain & 1 == 0:
+    if chain & SIZE == 0:
         store_slot(sums, slots, slot, STRIPS)
     else:
         sums = add_sums(load_slot(slots, slot, STRIPS, FP8), sums)
-        if CHAINS > 2:
-            if chain & 2 == 0:
-                store_slot(sums, slots, slot + 1, STRIPS)
-            else:
-                sums = add_sums(load_slot(slots, slot + 1, STRIPS, FP8), sums)
-                if CHAINS > 4:
-                    if chain & 4 == 0:
-                        store_slot(sums, slots, slot + 2, STRIPS)
-                    else:
-                        sums = add_sums(load_slot(slots, slot + 2, STRIPS, FP8), sums)
+        if CHAINS > 2 * SIZE:
+            sums = close_chain(sums, slots, slot + 1, chain, CHAINS, STRIPS, FP8, 2 * SIZE)
     return sums
 
 

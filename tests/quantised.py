@@ -146,8 +146,17 @@ def pack_quantized(
     return pack
 
 
-def fp8(scales: str = "channel", dtype: torch.dtype = torch.float32, *, static: bool = False) -> Packer:
-    """Pack e4m3 with one scale per row ("channel"), per tensor, or per block of 128 by 128."""
+def fp8(
+    scales: str = "channel",
+    dtype: torch.dtype = torch.float32,
+    *,
+    static: bool = False,
+    with_axes: bool = False,
+) -> Packer:
+    """Pack e4m3 with one scale per row ("channel"), per tensor, or per block of 128 by 128.
+
+    with_axes: the scales of blocks in modelopt's shape.
+    """
 
     def pack(w: np.ndarray) -> Packed:
         weight = torch.from_numpy(w)
@@ -164,10 +173,23 @@ def fp8(scales: str = "channel", dtype: torch.dtype = torch.float32, *, static: 
             scale = (largest / 448).to(dtype)
             each = scale.float().expand(w.shape)
         codes = (weight / each).clamp(-448, 448).to(torch.float8_e4m3fn)
-        stored = {"weight": codes, "weight_scale": scale}
+        stored = {"weight": codes, "weight_scale": scale[:, None, :, None] if with_axes else scale}
         if static:
             stored["input_scale"] = torch.tensor(0.5)
         return stored, codes.float() * each
+
+    return pack
+
+
+def int8(scales: str = "channel") -> Packer:
+    """Pack int8 with one scale per row ("channel") or per tensor."""
+
+    def pack(w: np.ndarray) -> Packed:
+        weight = torch.from_numpy(w)
+        largest = weight.abs().amax(1, keepdim=True) if scales == "channel" else weight.abs().max()
+        scale = largest / 127
+        codes = (weight / scale).round().to(torch.int8)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
     return pack
 

@@ -93,7 +93,7 @@ def test_preempted_requests_keep_theirs(tmp_path: Path) -> None:
     for offload_gb, how in ((0, "recomputes"), (0.1, "offloads")):
         engine = make_engine(directory, num_blocks=16, offload_gb=offload_gb, routed_experts=True)
         # Admit more requests than there are blocks for.
-        engine.scheduler._planner._admission.tokens_ahead = 0
+        engine.scheduler._planner.admission.tokens_ahead = 0
         pressed = run(engine, prompts, max_tokens=50)
         assert [one.routed_experts for one in pressed] == [one.routed_experts for one in plain]
         assert getattr(engine.stats(), how) > 0

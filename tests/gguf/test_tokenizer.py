@@ -16,6 +16,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
 
 from compiled_mtp.cli.main import main
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.gguf.container import Container, read_container
 from compiled_mtp.gguf.tokenizer import is_byte_level, tokenizer_config, tokenizer_json
 
@@ -134,6 +135,15 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
         "pad_token": "<|endoftext|>",
         "chat_template": "{{ messages[0].content }}",
     }
+
+
+def test_a_file_without_chat_template_says_how_to_give_one(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", train("qwen35"), "qwen35", {"chat_template": None})
+    with pytest.raises(ValueError, match=r"none in .*m\.gguf; give a Jinja file as chat_template, or a p"):
+        Tokenizer(tmp_path / "m.gguf").apply_chat_template([{"role": "user", "content": "a"}])
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    given = Tokenizer(tmp_path / "m.gguf", tmp_path / "own.jinja")
+    assert given.apply_chat_template([{"role": "user", "content": "a"}]) == "a!"
 
 
 @pytest.mark.parametrize(

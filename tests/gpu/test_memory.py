@@ -104,7 +104,7 @@ def test_requests_are_offloaded_and_come_back_or_are_replayed(
 ) -> None:
     """Blocks suffice for one and a half of the longest requests."""
     engine = make(mtp_step=mtp_step, num_blocks=8, offload_gb=offload_gb, lookup="off", **mode)
-    engine.scheduler._planner._admission.tokens_ahead = 0
+    engine.scheduler._planner.admission.tokens_ahead = 0
     check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
     stats = engine.stats()
     assert (stats.offloads > 0, stats.recomputes > 0) == (offload_gb > 0, offload_gb == 0)
@@ -139,7 +139,8 @@ def test_any_depth_gives_the_same_tokens(mode: dict[str, Any], monkeypatch: pyte
     engine = make(mtp_step="auto", mtp_depths=(0, 1, 3), **mode)
     assert engine.stats().rounds_by_depth.keys() == {0, 1, 3}
     depths = iter([3, 0, 0, 0, 0, 0, 1, 3, 0, 3] * 100)
-    monkeypatch.setattr(engine.scheduler._planner, "_depth", lambda *_: next(depths))
+    monkeypatch.setattr(engine.scheduler._planner._shapes, "_depth", lambda *_: next(depths))
     with torch.compiler.set_stance("fail_on_recompile"):
         check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
+    assert all(engine.stats().rounds_by_depth.values())
     engine.close()

@@ -63,6 +63,21 @@ def test_a_head_of_its_own_is_used_as_transformers_does(
     assert torch.equal(theirs.model.embed_tokens.weight, embedding.float())
 
 
+@pytest.mark.parametrize("section", [None, "text_config"])
+def test_either_section_of_config_json_ties_the_head(tmp_path: Path, section: str | None) -> None:
+    directory = write_checkpoint(tmp_path, tied=True, **SMALL)
+    content = json.loads((directory / "config.json").read_text())
+    (content[section] if section else content)["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(content))
+    assert "lm_head.weight" not in load(directory)
+    content["tie_word_embeddings"] = content["text_config"]["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=r"missing tensors: lm_head.weight in .*; if its head is tied to the"
+    ):
+        load(directory)
+
+
 def test_a_head_of_another_shape_is_misfitting(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, tied=True, **SMALL)
     change(directory, {"lm_head.weight": torch.zeros(513, 64)})

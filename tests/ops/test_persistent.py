@@ -101,7 +101,7 @@ def share(
 
 
 # One and several row tiles; weight rows that no tile divides; tasks cut inside a chain, between chains and
-# not at all; up to 8 chains in a task.
+# not at all; up to 16 chains in a task.
 @pytest.mark.parametrize(
     "tile, rows, n, k, parts, chains, shares",
     [
@@ -116,6 +116,7 @@ def share(
         (SMALL, 20, 630, 1024, 1, 4, 4),
         (SMALL, 20, 300, 1024, 1, 8, 2),
         (WIDE, 150, 700, 1024, 1, 8, 2),
+        (SMALL, 20, 300, 2048, 1, 16, 2),
         (SMALL, 20, 300, 1024, 2, 4, 5),
         (SMALL, 20, 300, 1024, 4, 2, 7),
         (V, 20, 700, 640, 1, 1, 2),

@@ -20,7 +20,8 @@ from compiled_mtp.runner.memory_plan import MemoryPlan, plan_memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from tests.checkpoints import oracle, write_checkpoint
 from tests.engines import make_engine, prompt_of
-from tests.fake_runner import FakeRunner, make_request, make_scheduler, step, stream
+from tests.fake_runner import FakeRunner
+from tests.scheduling import make_request, make_scheduler, step, stream
 
 VOCAB = 512
 CHUNK = 64
