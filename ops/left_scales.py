@@ -20,34 +20,52 @@ def words_of_scales(kind, fields):
 
 
 @gluon.jit
+def field_step(n, FIELDS: gl.constexpr, KIND: gl.constexpr):
+    """The words from one load of scales to the next."""
+    if is_int4(KIND):
+        return n
+    else:
+        return n // 2 * FIELDS
+
+
+@gluon.jit
 def fields_of(weight_scale, row, n, FIELDS: gl.constexpr, KIND: gl.constexpr):
     """Where the scales of weight rows `row` [BN] begin, and the words from one load to the next."""
     if is_int4(KIND):
-        return weight_scale + row, n
+        return weight_scale + row, field_step(n, FIELDS, KIND)
     else:
-        return weight_scale + row // 16 * (8 * FIELDS), n // 2 * FIELDS
+        return weight_scale + row // 16 * (8 * FIELDS), field_step(n, FIELDS, KIND)
+
+
+@gluon.jit
+def field_addresses(fields_at, row, step, unit, FIELDS: gl.constexpr, KIND: gl.constexpr):
+    """Where the words of the scales of a unit lie. A single number comes with its neighbour's.
+
+    fields_at, step: as `fields_of` returns them. row [BN]: the row in its block of 16.
+    """
+    addresses = ()
+    if is_int4(KIND):
+        for group in gl.static_range(FIELDS):
+            addresses += (fields_at + (unit * FIELDS + group) * step,)
+    else:
+        for pair in gl.static_range(FIELDS // 2):
+            addresses += (fields_at + unit * step + pair * 16 + row,)
+        if FIELDS % 2 == 1:
+            addresses += (fields_at + unit * step + FIELDS // 2 * 16 + row // 2,)
+    return addresses
 
 
 @gluon.jit
 def load_fields(
     fields_at, row, step, first, last, COUNT: gl.constexpr, FIELDS: gl.constexpr, KIND: gl.constexpr
 ):
-    """The words of the scales of units `first` to first + COUNT - 1, at most `last`.
-
-    fields_at, step: as `fields_of` returns them. row [BN]: the row in its block of 16. A single number comes
-    with its neighbour's.
-    """
+    """The words of the scales of units `first` to first + COUNT - 1, at most `last`."""
     fields = ()
     for index in gl.static_range(COUNT):
         unit = gl.minimum(first + index, last)
-        if is_int4(KIND):
-            for group in gl.static_range(FIELDS):
-                fields += (gl.load(fields_at + (unit * FIELDS + group) * step),)
-        else:
-            for pair in gl.static_range(FIELDS // 2):
-                fields += (gl.load(fields_at + unit * step + pair * 16 + row),)
-            if FIELDS % 2 == 1:
-                fields += (gl.load(fields_at + unit * step + FIELDS // 2 * 16 + row // 2),)
+        addresses = field_addresses(fields_at, row, step, unit, FIELDS, KIND)
+        for word in gl.static_range(len(addresses)):
+            fields += (gl.load(addresses[word]),)
     return fields
 
 
