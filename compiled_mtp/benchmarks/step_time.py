@@ -222,14 +222,15 @@ def make_parser() -> Parser:
         help="of replay, reduce-overhead, auto and uncompiled, separated by commas; uncompiled captures "
         "rounds as they are, which starts in seconds and takes more kernels",
     )
-    parser.add_argument(
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
         "--fp8",
         nargs="?",
         const="w8a8",
         choices=("w8a8", "w8a16"),
         help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--int4",
         type=int,
         default=0,
@@ -239,7 +240,7 @@ def make_parser() -> Parser:
         metavar="GROUP",
         help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--codes",
         default="",
         choices=(*KINDS, "Q4_K_M"),

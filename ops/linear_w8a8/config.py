@@ -49,7 +49,7 @@ def count_partials(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
     """In how many parts `linear_w8a8_partials` fills the processors with this weight and so many rows; 1 on a
     CPU. No count changes a bit.
 
-    whole_k: K of the weight of which `weight` holds neighbouring shares of the columns, 0 if it is whole.
+    whole_k: K of the weight of which `weight` holds neighbouring K splits, 0 if it is whole.
     """
     if weight.device.type != "cuda":
         return 1
@@ -65,6 +65,6 @@ def count_partials(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
 
 
 def parts_dtype(weight: torch.Tensor, count: int, whole_k: int, out_float32: bool) -> torch.dtype:
-    """bfloat16 of a whole weight's sum, float32 of parts of it; a piece of the weight may give one."""
+    """bfloat16 of a whole weight's sum, float32 of parts of it; a shard of the weight may give one."""
     is_rounded = is_sum(weight.shape[1], count, whole_k) and not out_float32
     return torch.bfloat16 if is_rounded else torch.float32
