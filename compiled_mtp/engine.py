@@ -1,8 +1,7 @@
-"""Engine: requests in, tokens out. This file holds the order of a step and nothing else."""
+"""Engine: requests in, tokens out. `StepLoop` holds the order of a step, this file the calls of users."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,17 +26,16 @@ from compiled_mtp.frontend.prompts import (
     kind_of,
     match_params,
 )
-from compiled_mtp.graphs.later import LaterDepths
-from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.runner.assemble import Fill, Progress
 from compiled_mtp.runner.masks import Masks
 from compiled_mtp.runner.memory import limits_of
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
-from compiled_mtp.runner.weight_control import WeightControl, not_alone
+from compiled_mtp.runner.step_loop import StepLoop
+from compiled_mtp.runner.weight_control import WeightControl
 from compiled_mtp.scheduler import Scheduler
-from compiled_mtp.scheduler.inbox import Inbox, id_in_use
+from compiled_mtp.scheduler.inbox import Inbox, StreamRef
 from compiled_mtp.scheduler.turn import Turn
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.spec.engine_stats import EngineStats, Totals
@@ -95,11 +93,11 @@ class Engine(WeightControl):
         self.runner = make_runner(spec, progress, fill, save_to=save_to)
         # Memory has decided on wide rounds.
         spec = replace(spec, wide_shapes=self.runner.spec.wide_shapes)
-        self._depths = rounds = self._make_depths()
-        depth, widen = (None, None) if rounds is None else (rounds.choose, rounds.widen)
+        depths = self._make_depths()
+        depth, widen = (None, None) if depths is None else (depths.choose, depths.widen)
         limits, read = limits_of(spec, self.runner.memory), self.runner.read_experts
         self.scheduler = Scheduler(limits, depth=depth, widen=widen, read_experts=read)
-        self._masks = Masks(
+        masks = Masks(
             vocab_size,
             spec.most_rows(self.runner.memory.max_batch),
             spec.max_in_flight + 1,
@@ -107,16 +105,13 @@ class Engine(WeightControl):
             is_pinned=spec.device.type == "cuda",
         )
         self._inbox = Inbox(self.scheduler, self.config.seed)
+        self._steps = StepLoop(self.runner, self.scheduler, self._inbox, masks, depths)
         self._progress = progress
         self._is_closed = False
         # Taken by the call that steps, generates or closes.
         self._turn = Turn()
-        # Why a step was interrupted, until the scheduler has recovered; None otherwise.
-        self._interruption: str | None = None
         # The requests of the running, or interrupted, call of `generate`.
         self._batch: Collection[str] = ()
-        # The streams of requests whose outputs go to a stream of their own, by request id.
-        self._streams: dict[str, weakref.ref[Generator[RequestOutput, None, None]]] = {}
         nothing = SpeculationStats.empty(spec.mtp_step)
         self._totals = Totals(0, 0, 0, 0, nothing, 0, nothing)
 
@@ -147,9 +142,6 @@ class Engine(WeightControl):
         check_type("request_id", request_id, str, "leave it out for a new id")
         if request_id == "":
             raise ValueError("request_id must not be empty, got ''; leave it out for a new id")
-        if request_id in self._streams:
-            # The stream would take the outputs of this request, and ending the stream would end it.
-            raise id_in_use(request_id)
         given = {
             "prompt": prompt,
             "prompt_token_ids": prompt_token_ids,
@@ -183,14 +175,13 @@ class Engine(WeightControl):
         all requests that had left the queue, because the state of their launch is unknown; the next step
         returns their last outputs. Raises ValueError while another thread steps.
         """
-        if not self._turn.take():
-            raise not_alone()
+        self._turn.take()
         before = None
         try:
             self._tidy()
             self._advance()
             before = self.scheduler.outputs, self._totals
-            outputs = self._take_outputs(excluding=self._streams.keys())
+            outputs = self._take_outputs(excluding=self._inbox.streams.keys())
             self._turn.leave()
             return outputs
         except BaseException:
@@ -206,7 +197,7 @@ class Engine(WeightControl):
         self._inbox.hand_over()
         if self._unavailable is not None:
             self.scheduler.end_begun((), self._unavailable)
-        plan = self._step_once()
+        plan = self._steps.run_once()
         if self._progress is None or plan is None or plan.kind != "prefill":
             return
         for prompt_chunk in plan.prompt_chunks:
@@ -215,72 +206,19 @@ class Engine(WeightControl):
                     "prefill", prompt_chunk.start + len(prompt_chunk.token_ids), prompt_chunk.prompt_len
                 )
 
-    def _step_once(self) -> StepPlan | None:
-        """Plan, run and read one launch; recover from an exception."""
-        self._interruption = "the step was interrupted"
-        try:
-            plan = self._run_next()
-            self._interruption = None
-            return plan
-        except BaseException as error:
-            self._interruption = f"the step was interrupted by {error!r}"
-            self._recover()
-            raise
-
-    def _run_next(self) -> StepPlan | None:
-        """Pass on the aborts, plan, launch and read; return the plan."""
-        self._inbox.pass_aborts()
-        self._end_left_streams()
-        if self._depths is not None and self.runner.later is not None:
-            self._take_depth(self._depths, self.runner.later)
-        plan = self.scheduler.schedule()
-        result = self._launch(plan)
-        if self._depths is not None and result is not None:
-            self._depths.read(result)
-        self.scheduler.update(result)
-        return plan
-
-    def _launch(self, plan: StepPlan | None) -> StepResult | None:
-        """Make the plan's masks and run it. Masks that cannot be made (no memory) fail their launch alone."""
-        if plan is not None and plan.is_guided:
-            try:
-                # Meanwhile the device runs the verify phase of the round.
-                masks = self._masks.fill(plan, self.scheduler.windows(plan))
-            except AssertionError:  # A bug of ours.
-                raise
-            except Exception as error:
-                return self.runner.fail(plan, error)
-            self.runner.set_masks(plan, masks)
-        if self._depths is not None and plan is not None:
-            self._depths.launch(plan)
-        return self.runner.run(plan)
-
-    def _recover(self) -> None:
-        """Recover from an interrupted step; if this is interrupted too, the next step repeats it."""
-        if self._interruption is None:
-            return
-        try:
-            self.runner.drop_launches()
-        finally:
-            # Also if a second interrupt ends the wait for copies.
-            if self._depths is not None:
-                self._depths.forget_launches()
-            self.scheduler.recover(self._interruption)
-        self._interruption = None
-
     def _tidy(self) -> None:
         """Clean up after an interrupted call: its step, and the requests of `generate`."""
-        self._recover()
+        self._steps.recover()
         if self._batch:
-            self._interruption = "the end of generate was interrupted"
+            self._steps.interruption = "the end of generate was interrupted"
             self._inbox.forget(self._batch)
             self.scheduler.forget(self._batch)
-            self._interruption, self._batch = None, ()
+            self._steps.interruption, self._batch = None, ()
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has anything left to do."""
         # The order matters: a request reaches the scheduler before it leaves the inbox.
-        return not self._inbox.is_empty or self.scheduler.has_unfinished(excluding=self._streams.keys())
+        return not self._inbox.is_empty or self.scheduler.has_unfinished(excluding=self._inbox.streams.keys())
 
     def abort(self, request_id: str) -> None:
         """End a request; the next step returns its last output, with finish_reason 'abort'.
@@ -312,14 +250,14 @@ class Engine(WeightControl):
             "messages": messages,
             "images": images,
         }
-        own: list[weakref.ref[Generator[RequestOutput, None, None]]] = []
+        own: list[StreamRef] = []
         stream = self._stream(own, params, given)
         own.append(weakref.ref(stream))
         return stream
 
     def _stream(
         self,
-        own: Sequence[weakref.ref[Generator[RequestOutput, None, None]]],
+        own: Sequence[StreamRef],
         params: SamplingParams | None,
         given: Mapping[str, Any],
     ) -> Generator[RequestOutput, None, None]:
@@ -331,21 +269,18 @@ class Engine(WeightControl):
         check_type("params", params, SamplingParams, "make one with SamplingParams(...)")
         self._check_open()
         choices = self._make_choices("", params, given)
-        choices[0].request_id = request_id = self._inbox.new_id()
         unfinished = len(choices)
-        self._streams[request_id] = own[0]
-        self._inbox.put(choices)
+        request_id = self._inbox.put(choices, own[0])
         while unfinished:
             for output in self._next_outputs(request_id):
                 unfinished -= output.finish_reason is not None
                 yield output
         # All outputs are delivered: another request may use the id now.
-        self._streams.pop(request_id, None)
+        self._inbox.streams.pop(request_id, None)
 
     def _next_outputs(self, request_id: str) -> list[RequestOutput]:
         """Return the new outputs of a request with a stream, after a step if there are none yet."""
-        if not self._turn.take():
-            raise not_alone()
+        self._turn.take()
         try:
             self._tidy()
             outputs = self._take_outputs((request_id,))
@@ -380,8 +315,8 @@ class Engine(WeightControl):
         """Return, for each prompt, what `generate` would if it had drawn the given continuation.
 
         continuations: one for each prompt, token ids or a text, which is encoded alone. `logprobs` hold raw
-        entries with processed ones: to the bit those of a request that draws these tokens, at any depth,
-        batch and state of the cache. `params` give the processing and the number of likeliest ids, 0 by
+        and processed entries, to the bit those of a request that draws these tokens, at any depth, batch and
+        state of the cache. `params` give the processing and the number of likeliest ids, 0 by
         default. Only a token that its grammar forbids, or logits that are not finite, end a continuation
         early. Raises ValueError as `generate` does, and for an engine without `scoring`.
         """
@@ -400,8 +335,7 @@ class Engine(WeightControl):
         """Do what `generate` does, or with continuations what `score` does."""
         # The outputs of each choice, by request id.
         outputs: dict[str, list[list[RequestOutput]]] = {}
-        if not self._turn.take():
-            raise not_alone()
+        self._turn.take()
         try:
             self._tidy()
             # If an interrupt stops the cleanup below, the next call forgets these requests.
@@ -460,7 +394,7 @@ class Engine(WeightControl):
     def stats(self) -> EngineStats:
         """Return what the engine holds now, and sums over its lifetime. Any thread may call it."""
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
-        memory, is_auto = self.runner.memory, self.config.mtp_step == "auto"
+        memory, is_auto, depths = self.runner.memory, self.config.mtp_step == "auto", self._steps.depths
         snapshots_bytes = prefix.index.num_snapshots_used * memory.snapshot_bytes
         prefix_tier_bytes = prefix.prefix_host.num_records_used * memory.snapshot_bytes
         return EngineStats(
@@ -472,7 +406,7 @@ class Engine(WeightControl):
             prompt_tokens=totals.prompt_tokens,
             output_tokens=totals.output_tokens,
             speculation=totals.speculation,
-            rounds_by_depth={} if self._depths is None or not is_auto else self._depths.rounds(),
+            rounds_by_depth={} if depths is None or not is_auto else depths.rounds(),
             cached_tokens=totals.cached_tokens,
             prefix_hits=prefix.num_hits,
             prefix_lookups=prefix.num_lookups,
@@ -499,16 +433,15 @@ class Engine(WeightControl):
 
         Raises ValueError while another thread steps.
         """
-        if not self._turn.take():
-            raise not_alone()
+        self._turn.take()
         try:
             self._is_closed = True
             self._inbox.forget()
-            if self._interruption is not None:
-                self.scheduler.recover(self._interruption)
-            self._interruption = "the engine was being closed"
+            if self._steps.interruption is not None:
+                self.scheduler.recover(self._steps.interruption)
+            self._steps.interruption = "the engine was being closed"
             self.scheduler.forget_all()
-            self._interruption = None
+            self._steps.interruption = None
             self.runner.close()
         finally:
             self._turn.leave()
@@ -522,23 +455,6 @@ class Engine(WeightControl):
         sizes = [b.groups for b in self.runner.programs.buckets if b.shape == (begin, begin)]
         ready = depths if self.runner.later is None else (begin,)
         return DepthPolicy(ready, sizes, wide_drafts=spec.wide_drafts)
-
-    def _take_depth(self, depths: DepthPolicy, later: LaterDepths) -> None:
-        """Add a depth whose programs have become ready, if one has."""
-        depth = later.take()
-        if depth is not None:
-            depths.add_depths((depth,))
-        elif later.is_done:
-            self.runner.later = None
-
-    def _end_left_streams(self) -> None:
-        """End the requests whose streams were left before their end, without an output."""
-        for request_id, reference in list(self._streams.items()):
-            stream = reference()
-            if stream is None or inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
-                self._inbox.forget((request_id,))
-                self.scheduler.forget((request_id,))
-                self._streams.pop(request_id, None)
 
     def _take_outputs(
         self, request_ids: Collection[str] | None = None, excluding: Collection[str] = ()

@@ -15,7 +15,8 @@ _FIRST = 2
 # Log probability, rank and entropy of a token, then the likeliest ids and their log probabilities.
 _LOGPROB_WIDTH = 3 + 2 * NUM_TOP
 NUM_MATCHES = 2
-# From so many rows on, a view without drafts saves the host more than it costs: they may be 15 of 23 columns.
+# From this many rows on a view without drafts saves the host more than it costs: drafts may be 15 of 23
+# columns.
 _MANY_ROWS = 16
 
 

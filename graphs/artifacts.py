@@ -122,11 +122,15 @@ def read_key(file: Path) -> dict[str, Any]:
     return key
 
 
-def check_key(file: Path, key: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `file` was made for `key`; the error names the first field that differs."""
+def check_key(file: Path, key: Mapping[str, Any], *, is_whole: bool = True) -> None:
+    """Raise ValueError unless `file` was made for `key`; the error names the first field that differs.
+
+    is_whole: whether the file's key may have no other field.
+    """
     stored = read_key(file)
     wanted = json.loads(json.dumps(dict(key)))
-    for name in sorted(stored.keys() | wanted.keys()):
+    # In the key's order: a setting comes before what follows from it, which the caller cannot change.
+    for name in (*wanted, *(sorted(stored.keys() - wanted.keys()) if is_whole else ())):
         if stored.get(name) != wanted.get(name):
             raise ValueError(
                 f"graph_cache must be made for {name}={wanted.get(name)!r}, got {stored.get(name)!r} in "

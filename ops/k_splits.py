@@ -41,6 +41,30 @@ def add_tree(partials: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     return partials[0] if half == 0 else add_tree(partials[:half]) + add_tree(partials[half:])
 
 
+def add_splits(sums: Sequence[torch.Tensor], count: int, stacked: bool) -> torch.Tensor:
+    """Add the K splits [M, N] to partials [count, M, N], one per subtree, or stacked to [count * M, N]."""
+    size = len(sums) // count
+    partials = [add_tree(sums[first : first + size]) for first in range(0, len(sums), size)]
+    return torch.cat(partials) if stacked else torch.stack(partials)
+
+
+def new_partials(
+    x: torch.Tensor, weight: torch.Tensor, count: int, stacked: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """Allocate the partials of x [M, K] and weight [N, K] as `add_splits` shapes them; float32 if stacked."""
+    if stacked:
+        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
+    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def is_sum(k: int, count: int, whole_k: int) -> bool:
+    """Return whether `count` partials over `k` of a weight's columns are one whole sum, which is rounded.
+
+    whole_k: the weight's columns, 0 if `k` are all of them.
+    """
+    return count == 1 and (whole_k or k) == k
+
+
 def part_counts(k: int, whole_k: int) -> tuple[int, ...]:
     """Return the numbers of subtrees that can share a sum over `k` of a weight's `whole_k` columns."""
     k_splits = count_k_splits(whole_k) * k // whole_k

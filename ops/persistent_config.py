@@ -186,7 +186,7 @@ def has_few_parts(device: Device, n: int, k: int) -> bool:
 
 
 def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, chains: int, gated: bool) -> bool:
-    """Return whether the kernel is faster than others with so many rows of a weight [n, k]."""
+    """Return whether the kernel is faster than others for `rows` rows and a weight [n, k]."""
     if rows > MOST_ROWS:
         return False
     if parts > 1:

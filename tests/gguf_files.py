@@ -194,6 +194,42 @@ def _changed(c: Mapping[str, Any], name: str, part: str, w: np.ndarray, is_next:
     return Converted(w[rows], lambda v: back(v[np.argsort(rows)]))
 
 
+def as_ollama(directory: Path, tensors: Mapping[str, Converted]) -> dict[str, Converted]:
+    """Return the tensors with the names and values of Ollama's converter, and a tensor of a vision tower.
+
+    It leaves the names of the MTP head outside the MTP layer as they are, and the values of its norms.
+    """
+    last = read_config(directory)["num_hidden_layers"]
+    of_head = {f"blk.{last}.nextn.{theirs}": f"mtp.{name}" for name, theirs in _MTP.items()}
+    out = {"v.blk.0.attn_q.weight": Converted(np.ones((8, 8), np.float32), lambda v: {})}
+    for name, one in tensors.items():
+        if own := of_head.get(name):
+            is_norm = own.endswith("norm.weight") or "_norm_" in own
+            out[own] = Converted(one.values - is_norm, one.back)
+        else:
+            out[name.replace(f"blk.{last}.", "mtp.layers.0.").replace("ssm_dt.bias", "ssm_dt")] = one
+    return out
+
+
+def ollama_metadata(directory: Path) -> dict[str, Any]:
+    """Return what Ollama's converter writes in place of `metadata_of`."""
+    c = read_config(directory)
+    layers, arch = c["num_hidden_layers"], ARCHITECTURES[c["top"]["model_type"].removesuffix("_text")]
+    is_full = [(i + 1) % c.get("full_attention_interval", 4) == 0 for i in range(layers)]
+    own: dict[str, Any] = {
+        "block_count": layers,
+        "nextn_predict_layers": None,
+        "attention.head_count_kv": [c["num_key_value_heads"] * full for full in is_full],
+        "rope.dimension_sections": [11, 11, 10],
+        "ssm.v_head_reordered": True,
+        "vision.block_count": 1,
+    }
+    return {f"{arch}.{key}": value for key, value in own.items()} | {
+        "tokenizer.ggml.eos_token_id": 5,
+        "tokenizer.ggml.eos_token_ids": [5, 6],
+    }
+
+
 def q5_k(rows: np.ndarray) -> np.ndarray:
     """Round to blocks of Q5_K."""
     return q4_k(rows, bits=5)
@@ -314,15 +350,17 @@ def write_gguf(
     changes: Mapping[str, Any] | None = None,
     max_tensors: int = 0,
     fused_experts: bool = False,
+    ollama: bool = False,
 ) -> Path:
     """Write the GGUF file of a checkpoint and return its path, the first part's if there are several.
 
     chosen: gives the type for a tensor's name; tensors of one dimension, and rows that do not fit the type's
     blocks, ignore it. changes: metadata to replace, or to leave out (None). max_tensors: per part of a file
-    in parts.
+    in parts. ollama: as Ollama's converter writes it.
     """
     tensors = convert(directory, fused_experts=fused_experts)
-    metadata = metadata_of(directory) | dict(changes or {})
+    metadata = metadata_of(directory) | (ollama_metadata(directory) if ollama else {}) | dict(changes or {})
+    tensors = as_ollama(directory, tensors) if ollama else tensors
     writer = gguf.GGUFWriter(
         path, metadata["general.architecture"], split_max_tensors=max_tensors, use_temp_file=False
     )

@@ -146,8 +146,17 @@ def pack_quantized(
     return pack
 
 
-def fp8(scales: str = "channel", dtype: torch.dtype = torch.float32, *, static: bool = False) -> Packer:
-    """Pack e4m3 with one scale per row ("channel"), per tensor, or per block of 128 by 128."""
+def fp8(
+    scales: str = "channel",
+    dtype: torch.dtype = torch.float32,
+    *,
+    static: bool = False,
+    with_axes: bool = False,
+) -> Packer:
+    """Pack e4m3 with one scale per row ("channel"), per tensor, or per block of 128 by 128.
+
+    with_axes: the scales of blocks in modelopt's shape.
+    """
 
     def pack(w: np.ndarray) -> Packed:
         weight = torch.from_numpy(w)
@@ -164,10 +173,23 @@ def fp8(scales: str = "channel", dtype: torch.dtype = torch.float32, *, static: 
             scale = (largest / 448).to(dtype)
             each = scale.float().expand(w.shape)
         codes = (weight / each).clamp(-448, 448).to(torch.float8_e4m3fn)
-        stored = {"weight": codes, "weight_scale": scale}
+        stored = {"weight": codes, "weight_scale": scale[:, None, :, None] if with_axes else scale}
         if static:
             stored["input_scale"] = torch.tensor(0.5)
         return stored, codes.float() * each
+
+    return pack
+
+
+def int8(scales: str = "channel") -> Packer:
+    """Pack int8 with one scale per row ("channel") or per tensor."""
+
+    def pack(w: np.ndarray) -> Packed:
+        weight = torch.from_numpy(w)
+        largest = weight.abs().amax(1, keepdim=True) if scales == "channel" else weight.abs().max()
+        scale = largest / 127
+        codes = (weight / scale).round().to(torch.int8)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
     return pack
 
@@ -227,6 +249,24 @@ def mxfp4() -> Packer:
             "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
         }
         return stored, torch.from_numpy(e2m1_values(codes) * scales.repeat(32, 1))
+
+    return pack
+
+
+def mxfp8() -> Packer:
+    """Pack MXFP8: groups of 32 with powers of two; a group of zeros has the least."""
+
+    def pack(w: np.ndarray) -> Packed:
+        w = w.copy()
+        w[1, :32] = 0
+        groups = w.reshape(len(w), -1, 32)
+        largest = np.abs(groups).max(2)
+        exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 448)).astype(np.int64)
+        exponents[largest == 0] = -127
+        scales = np.ldexp(np.float64(1), exponents).astype(np.float32)
+        codes = torch.from_numpy((groups / scales[:, :, None]).reshape(w.shape)).to(torch.float8_e4m3fn)
+        stored = {"weight": codes, "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8))}
+        return stored, codes.float() * torch.from_numpy(scales.repeat(32, 1))
 
     return pack
 

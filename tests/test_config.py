@@ -148,7 +148,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"linear_num_key_heads": 4}, "linear_num_value_heads must be a multiple of 4 key heads, got 2; fix"),
     ({"hidden_size": None}, "hidden_size must be an integer of at least 1, got None; fix config.json"),
-    ({"vocab_size": "512"}, "vocab_size must be an integer of at least 1, got 512; fix config.json"),
+    ({"vocab_size": "512"}, "vocab_size must be an integer of at least 1, got '512'; fix config"),
     ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0; fix config.json"),
     ({"eos_token_id": 512}, "eos_token_id must be ids below vocab_size (512), got [512]; fix the checkpoint"),
     ({"dtype": "int8"}, "dtype must be bfloat16, float16 or float32, got int8; fix config.json"),
@@ -174,7 +174,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rope_parameters": YARN | {"rope_theta": 1e7, "factor": "4"}},
-        "factor must be a positive number, got 4; fix config.json",
+        "factor must be a positive number, got '4'; fix config.json",
     ),
     (
         {"rope_parameters": YARN | {"rope_theta": 1e7, "factor": None, ORIGINAL: 8192}},

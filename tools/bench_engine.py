@@ -18,6 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from compiled_mtp.terminal.console import run_command
+from compiled_mtp.terminal.flags import Parser
+
 # Each is a module of engine_scenarios with `add_flags(parser)` and `run(flags)`. `run` returns the object to
 # print and raises AssertionError for wrong tokens.
 SCENARIOS = (
@@ -37,17 +40,15 @@ SCENARIOS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the named scenario and print its line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the named scenario and print its line; return 0."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the scenario")
     chosen = parser.parse_args(argv)
     # Import this scenario alone: others may need packages that are not installed, such as the server's.
     scenario = importlib.import_module(f"engine_scenarios.{chosen.scenario}")
-    own = argparse.ArgumentParser(
+    own = Parser(
         prog=f"bench_engine.py {chosen.scenario}",
         description=scenario.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except AssertionError as error:
         raise SystemExit(f"error: {error}") from error
     print(json.dumps({"scenario": chosen.scenario} | line))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(lambda interrupts: main()))

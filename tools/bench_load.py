@@ -38,6 +38,7 @@ import torch
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from compiled_mtp import engine as engine_module
+from compiled_mtp.benchmarks.released_shapes import LAYERS
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.ops.device import GPU, assume
 from compiled_mtp.runner import assemble
@@ -45,6 +46,8 @@ from compiled_mtp.runner.forecast import forecast
 from compiled_mtp.runner.host_memory import available_bytes
 from compiled_mtp.runner.memory_plan import MemoryPlan
 from compiled_mtp.runner.spec import resolve
+from compiled_mtp.terminal.console import run_command
+from compiled_mtp.terminal.flags import Parser, counts, names_of
 
 _READ_BYTES = 64 << 20
 # Tokens of the prompts of --decode, and of each output.
@@ -245,14 +248,11 @@ def measure(form: str, flags: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="27b")
-    parser.add_argument("--format", default="int4", help=f"some of {','.join(synthetic_checkpoint.FORMATS)}")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    forms = synthetic_checkpoint.FORMATS
+    parser.add_argument("--shape", default="27b", choices=sorted(LAYERS))
+    parser.add_argument("--format", type=names_of(forms), default=["int4"], help=f"some of {','.join(forms)}")
     parser.add_argument("--layers", type=int, default=0, help="0 for the shape's own")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--device", default="auto")
@@ -262,17 +262,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gib", type=float, default=0.0, help="limit the process to this much of the GPU")
     parser.add_argument("--starts", type=int, default=2, help="starts while the files are in the page cache")
     parser.add_argument("--cold", action="store_true", help="then read and start once more from the disk")
-    parser.add_argument("--decode", type=_numbers, default=[], help="requests, separated by commas")
+    parser.add_argument("--decode", type=counts, default=[], help="requests, separated by commas")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--keep", action="store_true", help="leave the files for the next call")
     flags = parser.parse_args(argv)
     if flags.gib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(flags.gib * 2**30 / total)
-    for form in flags.format.split(","):
+    for form in flags.format:
         print(json.dumps(measure(form, flags)), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(lambda interrupts: main()))

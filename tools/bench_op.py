@@ -24,6 +24,8 @@ import triton
 from op_cases import SHAPES, OpCase
 
 from compiled_mtp.benchmarks.gpu_rates import read_bandwidth, time_us
+from compiled_mtp.terminal.console import run_command
+from compiled_mtp.terminal.flags import Parser, counts, names_of
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 MAX_SETS = 256
@@ -44,29 +46,48 @@ def measure(case: OpCase) -> tuple[float, float | None]:
     return operator_us, time_us([functools.partial(other, *a) for a in inputs] * rounds)
 
 
+def _setting(text: str) -> tuple[str, int]:
+    """Parse a flag's NAME=INTEGER."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be NAME=INTEGER, got {text!r}")
+    return name, int(value)
+
+
 def main() -> int:
     """Parse the arguments, measure, print; return 1 if a check failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--op", required=True, help="comma-separated modules of tools/op_cases")
-    parser.add_argument("--shape", default="27b", help=f"comma-separated of {', '.join(SHAPES)}")
-    parser.add_argument("--rows", default="1,4,16,32,64,128,256", help="comma-separated row counts")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    operators = sorted(path.stem for path in (Path(__file__).parent / "op_cases").glob("[!_]*.py"))
+    some_of = "comma-separated of {}"
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=INTEGER", help="setting of a module"
+        "--op", type=names_of(operators), required=True, help=some_of.format("the modules of tools/op_cases")
+    )
+    parser.add_argument(
+        "--shape", type=names_of(SHAPES), default=["27b"], help=some_of.format(", ".join(SHAPES))
+    )
+    parser.add_argument(
+        "--rows", type=counts, default=[1, 4, 16, 32, 64, 128, 256], help="comma-separated row counts"
+    )
+    parser.add_argument(
+        "--set",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="NAME=INTEGER",
+        help="setting of a module",
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device must be present: times on another device say nothing about the kernels")
-    settings = {name: int(value) for name, value in (item.split("=") for item in args.set)}
+    settings = dict(args.set)
     bandwidth = read_bandwidth()
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     print(f"{torch.cuda.get_device_name()}, read bandwidth {bandwidth / 1e12:.2f} TB/s, {versions}")
     status = 0
-    for op in args.op.split(","):
+    for op in args.op:
         make_cases = importlib.import_module(f"op_cases.{op}").cases
-        for shape in args.shape.split(","):
-            for rows in map(int, args.rows.split(",")):
+        for shape in args.shape:
+            for rows in args.rows:
                 for case in make_cases(SHAPES[shape], rows, settings):
                     name = f"{op} {shape} {case.label}"
                     try:
@@ -96,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(lambda interrupts: main()))

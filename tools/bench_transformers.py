@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.terminal.console import run_command
+from compiled_mtp.terminal.flags import Parser
 
 NEAR_TIE = 1e-3
 Way = Callable[[list[int]], list[int]]
@@ -44,9 +46,7 @@ def check_same(model: Any, prompt: list[int], ours: list[int]) -> None:
 
 
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-file", type=Path, required=True, help=".jsonl with one prompt per line")
     parser.add_argument("--model", type=Path, default=EngineConfig().model)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -113,8 +113,8 @@ def check_ways(ways: Mapping[str, Way], model: Any, prompt: list[int], max_token
     check_same(model, prompt, plain)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Check, time in turns, and print."""
+def main(argv: list[str] | None = None) -> int:
+    """Check, time in turns, and print; return 0."""
     arguments = parse_flags(argv)
     torch.set_num_threads(arguments.num_threads)
     from transformers import AutoModelForCausalLM
@@ -151,7 +151,8 @@ def main(argv: list[str] | None = None) -> None:
         "max_tokens": arguments.max_tokens,
     }
     print(json.dumps(line))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(lambda interrupts: main()))

@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from default_model_training import data
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.terminal.console import run_command
+from compiled_mtp.terminal.flags import Parser
 
 CONTINUATION, PREFIX = 100, 256
 
@@ -63,10 +65,8 @@ def score(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[float, in
     return [[(entry.logprob, entry.rank) for entry in output.prompt_logprobs or ()] for output in outputs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="directory of the bfloat16 checkpoint")
     parser.add_argument("quantized", type=Path, help="directory of the same checkpoint in FP8")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="text files")
@@ -103,7 +103,8 @@ def main() -> None:
         print(f"{name}: {result[name]}", file=sys.stderr)
     result |= {"windows": len(windows), "window": arguments.window, "tokens": len(prompts) * CONTINUATION}
     print(json.dumps(result))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(lambda interrupts: main()))

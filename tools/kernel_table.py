@@ -31,6 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
 # Interpreted functions cannot be compiled, and a GPU that is present is not the one to compile for.
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -38,6 +39,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import triton  # noqa: E402  it reads the environment
 from op_cases import launch_cases  # noqa: E402
 from record_launches import Launch, record  # noqa: E402
+
+from compiled_mtp.terminal.console import run_command  # noqa: E402
+from compiled_mtp.terminal.flags import Parser, count  # noqa: E402
 
 TABLE = ROOT / "tests" / "ops" / "kernel_table.json"
 CAPABILITIES = (80, 90, 100)
@@ -134,28 +138,24 @@ def compile_in_parts(
         return {key: row for part in parts for key, row in part.result().items()}
 
 
-def main() -> None:
-    """Parse the arguments, compile, print or record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> int:
+    """Parse the arguments, compile, print or record; return 0."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     operators = operators_with_kernels()
     parser.add_argument("--operators", nargs="*", choices=operators, metavar="NAME", default=operators)
     parser.add_argument("--capabilities", nargs="*", type=int, default=list(CAPABILITIES))
     parser.add_argument("--first", action="store_true", help="one configuration per kernel")
     parser.add_argument("--products", action="store_true", help="count tensor-core products, not resources")
     parser.add_argument("--record", action="store_true", help=f"rewrite {TABLE.relative_to(ROOT)}")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
+    parser.add_argument("--jobs", type=count, default=1, help="processes that compile")
     args = parser.parse_args()
-    if args.jobs < 1:
-        parser.error(f"--jobs must be at least 1, got {args.jobs}; leave it out for one process")
     if args.products and args.record:
         parser.error("--record must stand alone: the table holds resources; drop --products")
     describe = products_of if args.products else resources_of
     table = compile_in_parts(args.operators, args.capabilities, args.first, describe, args.jobs)
     if not args.record:
         print(json.dumps(table))
-        return
+        return 0
     errors = [f"{key}: {value['error']}" for key, value in table.items() if "error" in value]
     if errors:
         raise SystemExit("\n".join(errors))
@@ -172,7 +172,8 @@ def main() -> None:
     }
     text = ",\n".join(f" {json.dumps(version)}: {{\n{rows}\n }}" for version, rows in lines.items())
     TABLE.write_text(f"{{\n{text}\n}}\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(lambda interrupts: main()))

@@ -6,7 +6,6 @@ speeds. Needs the extra `browser`, Chromium and its driver, which `make browser`
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -16,6 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compiled_mtp.terminal.flags import Parser
 
 _FIELDS = {"temperature": "0.4", "seed": "3", "max_tokens": "90"}
 _TIMEOUT_S = 120.0
@@ -113,10 +116,9 @@ def _take(url: str, path: Path, *, is_dark: bool) -> None:
 
 def main() -> int:
     """Write both pictures."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--output",
-        "--out",
         dest="out",
         type=Path,
         default=Path("docs/page.png"),

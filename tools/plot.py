@@ -26,6 +26,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compiled_mtp.terminal.flags import Parser
+
 Points = dict[float, float]
 # Chosen for a white background, which the picture has on dark pages too.
 COLOURS = ("#2563a8", "#c2571a", "#3a7d44", "#8250a8", "#a8324f", "#5b6470")
@@ -130,9 +134,7 @@ def labelled(text: str) -> tuple[str, Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the plot; return 2 if a file cannot be read or has nothing for this plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plot", choices=PLOTS)
     parser.add_argument("inputs", nargs="+", type=labelled, metavar="LABEL=FILE", help="JSON lines")
     parser.add_argument("--title", default="", help="title, such as the machine that measured")

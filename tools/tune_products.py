@@ -45,6 +45,8 @@ from compiled_mtp.ops.linear import large_m_config
 from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name, read_table
 from compiled_mtp.ops.linear.resident_config import RESIDENT_TABLE
 from compiled_mtp.ops.linear_w8a8 import large_m_config as w8a8_config
+from compiled_mtp.terminal.console import run_command
+from compiled_mtp.terminal.flags import Parser, counts, names_of
 
 COMPILE_SECONDS, STACK_SECONDS, TIME_SECONDS = 60.0, 300.0, 20.0
 # For `narrow`: how many tiles of each kind compete in the stack, and half of a processor's shared memory.
@@ -303,50 +305,51 @@ KINDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "w8a8": tune_tiles,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "narrow": {"shapes": ",".join(SHAPES), "rows": "4", "recipes": "bf16,w8a16", "out": TABLE},
-    "resident": {"shapes": "0.8b", "rows": "4", "out": RESIDENT_TABLE, "seconds": 300.0},
-    "large-m": {"rows": "128,32", "recipes": "bf16"},
-    "w8a8": {"rows": "4,32,128", "recipes": "w8a8"},
+    "narrow": {"shapes": list(SHAPES), "rows": [4], "recipes": ["bf16", "w8a16"], "out": TABLE},
+    "resident": {"shapes": ["0.8b"], "rows": [4], "out": RESIDENT_TABLE, "seconds": 300.0},
+    "large-m": {"rows": [128, 32], "recipes": ["bf16"]},
+    "w8a8": {"rows": [4, 32, 128], "recipes": ["w8a8"]},
 }
 
 
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
     """Parse the flags, with the kind's own defaults."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--shapes", help=f"comma-separated of {', '.join(STACK_LAYERS)}")
-    parser.add_argument("--rows", help="comma-separated row counts; one for narrow and resident")
+    parser.add_argument(
+        "--shapes", type=names_of(STACK_LAYERS), help=f"comma-separated of {', '.join(STACK_LAYERS)}"
+    )
+    parser.add_argument("--rows", type=counts, help="comma-separated row counts; one for narrow and resident")
     parser.add_argument(
         "--weights", default="", help="comma-separated names, such as down,gate|up; default: all"
     )
-    parser.add_argument("--recipes", help="for narrow: comma-separated of bf16, w8a16")
     parser.add_argument(
-        "--output", "--out", dest="out", type=Path, help="table to write; narrow and resident have a default"
+        "--recipes", type=names_of(("bf16", "w8a16")), help="for narrow: comma-separated of bf16, w8a16"
+    )
+    parser.add_argument(
+        "--output", dest="out", type=Path, help="table to write; narrow and resident have a default"
     )
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, help="start no further job after this long")
     parser.add_argument("--compile-only", action="store_true", help="compile and describe; needs no GPU")
     flags = parser.parse_args(argv)
-    defaults = {"shapes": "27b", "recipes": "bf16", "seconds": 1e9 if flags.kind == "narrow" else 110.0}
+    defaults = {"shapes": ["27b"], "recipes": ["bf16"], "seconds": 1e9 if flags.kind == "narrow" else 110.0}
     for name, value in (defaults | DEFAULTS[flags.kind]).items():
         if getattr(flags, name) is None:
             setattr(flags, name, value)
-    for name in ("shapes", "weights", "recipes"):
-        setattr(flags, name, [one for one in getattr(flags, name).split(",") if one])
-    flags.rows = [int(rows) for rows in flags.rows.split(",")]
+    flags.weights = [one for one in flags.weights.split(",") if one]
     flags.until = time.monotonic() + flags.seconds
     if not (flags.compile_only or torch.cuda.is_available()):
         parser.error("a CUDA device must be present: times on another device say nothing about the kernels")
     return flags
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the kind of tuning that the flags name."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the kind of tuning that the flags name; return 0."""
     flags = parse_flags(argv)
     KINDS[flags.kind](flags)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(lambda interrupts: main()))

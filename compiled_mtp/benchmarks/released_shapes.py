@@ -107,10 +107,13 @@ def fill_random(parameters: Mapping[str, torch.Tensor]) -> None:
             parameter.fill_(1.0 if name.endswith("mixer.norm_weight") else 0.0)
         elif name.endswith("_scale") and parameters[name.removesuffix("_scale")].dtype == torch.int16:
             # Scale and zero point of each group [..., K / group, N, 2]; codes lie about 4 from zero points.
+            # Codes have the mean 7.5: zero points of 8 and 7 in turn make that of the values zero. With
+            # another mean all outputs are alike: texts repeat, and all rows choose the same experts.
             groups, rows, _ = parameter.shape[-3:]
             columns = 4 * parameters[name.removesuffix("_scale")].shape[-1]
             scales = torch.full((rows, groups), 0.7 * columns**-0.5 / 4, dtype=parameter.dtype)
-            parameter.copy_(pack_groups(scales, torch.full((rows, groups), 8)))
+            zeros = (8 - torch.arange(groups) % 2).expand(rows, groups)
+            parameter.copy_(pack_groups(scales, zeros))
         elif name.endswith("_scale"):
             # One scale per block of 128 columns; FP8 values have about the size FP8_SIZE.
             parameter.fill_(0.7 * (128 * parameter.shape[-1]) ** -0.5 / FP8_SIZE)

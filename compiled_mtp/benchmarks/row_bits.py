@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.ops.linear import linear

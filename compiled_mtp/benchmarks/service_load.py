@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import random
 import sys
 import time
@@ -38,7 +39,9 @@ from compiled_mtp.benchmarks.serving_rows import (
     percentiles,
     with_beside,
 )
-from compiled_mtp.terminal.flags import Parser
+from compiled_mtp.errors import fail
+from compiled_mtp.terminal.console import run_command
+from compiled_mtp.terminal.flags import Parser, count, counts
 
 # Where no file of prompts is given: beginnings of Python source, which every model continues.
 PROMPTS = (
@@ -49,6 +52,7 @@ PROMPTS = (
     "import unittest\n\n\nclass OrderedDictTest(unittest.TestCase):\n    def setUp(self):\n",
     'def merge(one, other):\n    """Merge two sorted lists."""\n',
 )
+_CORRECT = "correct the file"
 # Fields of a row of --lengths that the run itself fills.
 OWN_FIELDS = {"streams", "requests", "mean_prompt", "mean_output", "tokens_per_s"}
 
@@ -77,16 +81,28 @@ class Sample:
 def read_prompts(path: Path | None) -> list[dict[str, Any]]:
     """Return the prompt file's objects, each with `prompt` or `messages` and any other fields.
 
-    None: those of PROMPTS. Raises ValueError for a line without either.
+    None: those of PROMPTS. Raises ValueError for a line without either, and for a file without lines.
     """
     if path is None:
         return [{"prompt": text} for text in PROMPTS]
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [{"prompt": text}]
-    found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    if not found or not all("prompt" in one or "messages" in one for one in found):
-        raise ValueError(f"prompts must have a prompt or messages per line, got {path}; correct it")
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+        except ValueError as error:
+            raise fail(
+                "prompts", "be JSON, one object per line", f"{path}:{number}: {error}", _CORRECT
+            ) from None
+        if not isinstance(one, dict) or not {"prompt", "messages"} & one.keys():
+            raise fail("prompts", "have a prompt or messages per line", f"{path}:{number}", _CORRECT)
+        found.append(one)
+    if not found:
+        raise fail("prompts", "have a prompt or messages per line", f"{path}, which is empty", _CORRECT)
     return found
 
 
@@ -269,16 +285,15 @@ async def match(clients: Sequence[httpx.AsyncClient], flags: argparse.Namespace)
     }
 
 
-def count(text: str) -> int:
-    """Parse a flag's integer, at least 1: a run with room for 0 requests would never end."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
-    return int(text)
-
-
-def levels(text: str) -> list[int]:
-    """Parse a flag's integers, at least 1, separated by commas."""
-    return [count(part) for part in text.split(",")]
+def amount(text: str) -> float:
+    """Parse a flag's number, at least 0 and finite."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
+    return number
 
 
 def row_fields(text: str) -> Row:
@@ -318,16 +333,27 @@ def make_parser() -> Parser:
     parser.add_argument("--num-requests", type=count, default=32)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=count, default=8, help="requests at a time")
-    load.add_argument("--rate", type=float, help="arrivals per second, at random times")
-    load.add_argument("--sweep", type=levels, help="concurrencies, separated by commas")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    load.add_argument("--rate", type=amount, help="arrivals per second, at random times")
+    load.add_argument("--sweep", type=counts, help="concurrencies, separated by commas")
+    parser.add_argument("--max-tokens", type=count, default=128)
+    parser.add_argument("--temperature", type=amount, default=0.0)
     parser.add_argument("--seed", type=int, help="seed of request 0; request i has seed + i")
-    parser.add_argument("--ttft-slo-ms", type=float, default=float("inf"))
-    parser.add_argument("--tpot-slo-ms", type=float, default=float("inf"))
+    parser.add_argument("--ttft-slo-ms", type=amount, default=math.inf)
+    parser.add_argument("--tpot-slo-ms", type=amount, default=math.inf)
     parser.add_argument("--exact-match", type=Path, help="questions and answers, .jsonl")
     parser.add_argument("--against", help="a second server's url")
     return parser
+
+
+async def first_model(client: httpx.AsyncClient, url: str) -> str:
+    """Return the first model that the server lists. Raises ValueError if it lists none."""
+    answer = await client.get("/v1/models")
+    try:
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPStatusError, ValueError, KeyError, IndexError, TypeError):
+        got = f"{answer.status_code}: {answer.text[:300]}"
+        raise ValueError(f"{url} must list a model, got {got}; set --api-key-file or --model") from None
 
 
 async def run(flags: argparse.Namespace) -> dict[str, Any]:
@@ -340,20 +366,20 @@ async def run(flags: argparse.Namespace) -> dict[str, Any]:
     urls = [flags.url, *([flags.against] if flags.against else [])]
     limits = httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {keys[0]}"}
-    clients = [httpx.AsyncClient(base_url=u, headers=headers, limits=limits, timeout=None) for u in urls]
+    clients: list[httpx.AsyncClient] = []
     try:
+        for url in urls:
+            clients.append(httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None))
         if flags.model is None:
-            answer = await clients[0].get("/v1/models")
-            if answer.status_code != 200 or not answer.json().get("data"):
-                got = f"{answer.status_code}: {answer.text[:300]}"
-                raise ValueError(f"{flags.url} must list a model, got {got}; set --api-key-file or --model")
-            flags.model = answer.json()["data"][0]["id"]
+            flags.model = await first_model(clients[0], flags.url)
         work: Callable[[], Awaitable[dict[str, Any]]] = (
             (lambda: bench(clients[0], flags))
             if flags.exact_match is None
             else (lambda: match(clients, flags))
         )
         return await work()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise fail("url", "name a server that answers", f"{', '.join(urls)}: {error!r}", "start it") from None
     finally:
         for client in clients:
             await client.aclose()
@@ -361,9 +387,13 @@ async def run(flags: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the object as one line; 1 if a request failed or outputs differ, 2 for a wrong flag or server."""
+    return run_command(lambda interrupts: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = make_parser()
     flags = parser.parse_args(argv)
-    if flags.rate is not None and not 0 < flags.rate < float("inf"):
+    if flags.rate == 0:
         parser.error(f"rate must be a number above 0, got {flags.rate}; give requests per second")
     if flags.against is not None and flags.exact_match is None:
         parser.error("against must come with exact_match, got it alone; a load goes to one server")
@@ -372,12 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"beside must come with lengths and a row of {sorted(SAVED_FIELDS - OWN_FIELDS)}, got "
             f"{sorted(flags.row)}; add them"
         )
-    try:
-        flags.saved = [] if flags.beside is None else read_rows(flags.beside, SAVED_FIELDS, {})
-        found = asyncio.run(run(flags))
-    except (ValueError, OSError, KeyError, httpx.HTTPError) as error:
-        print(f"error: {error!r}", file=sys.stderr)
-        return 2
+    flags.saved = [] if flags.beside is None else read_rows(flags.beside, SAVED_FIELDS, {})
+    found = asyncio.run(run(flags))
     print(json.dumps(found))
     failed = any(point["failed"] for point in found.get("sweep", [found]) if "failed" in point)
     return int(failed or bool(found.get("different")))

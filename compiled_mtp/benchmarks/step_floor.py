@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from compiled_mtp.benchmarks.gpu_rates import Rates
-from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.models.moe import MoE
 from compiled_mtp.runner.runner import Runner
 

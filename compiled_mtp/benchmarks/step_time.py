@@ -70,7 +70,7 @@ from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
-from compiled_mtp.terminal.flags import Parser
+from compiled_mtp.terminal.flags import Parser, count, counts, names_of
 
 # Two rows that agree in these fields measure the same case.
 CASE_FIELDS = ("device", "shape", "weights", "ranks", "mtp_step", "batch", "context")
@@ -193,6 +193,14 @@ def measure_all(
     end_loop(loop)
 
 
+def _depths(text: str) -> list[int]:
+    """Parse a flag's numbers of drafts, separated by commas."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) <= 7 for part in parts):
+        raise argparse.ArgumentTypeError(f"must be integers from 0 to 7, separated by commas, got {text!r}")
+    return [int(part) for part in parts]
+
+
 def make_parser() -> Parser:
     """Return the flags."""
     parser = Parser(
@@ -201,24 +209,28 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", required=True, choices=sorted(LAYERS))
-    parser.add_argument("--mtp-step", default="0,3", help="depths, separated by commas")
-    parser.add_argument("--batch", default="1,4,8,16,32", help="requests, separated by commas")
+    parser.add_argument("--mtp-step", type=_depths, default=[0, 3], help="depths, separated by commas")
+    parser.add_argument(
+        "--batch", type=counts, default=[1, 4, 8, 16, 32], help="requests, separated by commas"
+    )
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens per round at mtp_step 3")
-    parser.add_argument("--context", type=int, default=512, help="prompt tokens, a multiple of 64")
+    parser.add_argument("--context", type=count, default=512, help="prompt tokens, a multiple of 64")
     parser.add_argument(
         "--graph-mode",
-        default="replay",
+        type=names_of(("replay", "reduce-overhead", "auto", "uncompiled")),
+        default=["replay"],
         help="of replay, reduce-overhead, auto and uncompiled, separated by commas; uncompiled captures "
         "rounds as they are, which starts in seconds and takes more kernels",
     )
-    parser.add_argument(
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
         "--fp8",
         nargs="?",
         const="w8a8",
         choices=("w8a8", "w8a16"),
         help="block-128 FP8 weights, as an FP8 release has, and their recipe; alone: w8a8",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--int4",
         type=int,
         default=0,
@@ -228,7 +240,7 @@ def make_parser() -> Parser:
         metavar="GROUP",
         help="four-bit weights in groups of 32, 64 or 128 columns (alone: 128)",
     )
-    parser.add_argument(
+    weights.add_argument(
         "--codes",
         default="",
         choices=(*KINDS, "Q4_K_M"),
@@ -239,7 +251,7 @@ def make_parser() -> Parser:
         "--draft-dtype", default="auto", help="dtype of what only drafts read: auto, weights or float8_e4m3fn"
     )
     parser.add_argument("--kernels", action="store_true", help="print a step's time by kernel")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="time one GPU, then N")
+    parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="time one GPU, then N")
     parser.add_argument("--exchange", default="auto", help="of several GPUs: auto, symmetric or nccl")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to ours")
     return parser
@@ -259,12 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"tensor_parallel must be at most the {found} CUDA devices that torch finds, got {needed}"
         )
-    batches = sorted(int(batch) for batch in arguments.batch.split(","))
-    cases = [
-        (int(depth), mode)
-        for depth in arguments.mtp_step.split(",")
-        for mode in arguments.graph_mode.split(",")
-    ]
+    batches = sorted(arguments.batch)
+    cases = [(depth, mode) for depth in arguments.mtp_step for mode in arguments.graph_mode]
     if len(cases) == 1:
         run(arguments, batches, *cases[0], saved)
         return 0

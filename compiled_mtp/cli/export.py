@@ -33,7 +33,7 @@ from compiled_mtp.terminal.console import (
     start_engine,
     write_text,
 )
-from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, add_output, given
+from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
 
 _SKIPPED = ("compile", "graph_cache")
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_output(parser, type=Path, required=True, metavar="FILE", help="the file to write")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the file to write")
     add_fields(parser, "engine", EngineConfig, skip=_SKIPPED, common=COMMON_ENGINE)
     return parser
 

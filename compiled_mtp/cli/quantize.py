@@ -37,7 +37,7 @@ from compiled_mtp.models.lora import read_merged
 from compiled_mtp.models.lora_weights import MergedWeight
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
-from compiled_mtp.terminal.flags import Parser, add_output
+from compiled_mtp.terminal.flags import Parser
 
 # The largest e4m3 value.
 LARGEST = 448.0
@@ -208,9 +208,9 @@ def make_parser() -> Parser:
     )
     described = "a bfloat16 checkpoint: a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B"
     parser.add_argument("checkpoint", help=described)
-    # The older form of --output.
-    parser.add_argument("out", nargs="?", type=Path, help=argparse.SUPPRESS)
-    add_output(parser, type=Path, metavar="DIRECTORY", help="the new directory")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIRECTORY", help="the directory to make"
+    )
     described = "a directory with a LoRA adapter, which is merged into the weights before they are quantised"
     parser.add_argument("--lora", type=Path, metavar="DIRECTORY", help=described)
     parser.add_argument(
@@ -227,15 +227,11 @@ def _quantize(flags: argparse.Namespace) -> int:
     # safetensors writes tensors through numpy; nothing else in this package needs numpy.
     has_numpy = find_spec("numpy") is not None
     check(has_numpy, "numpy", "be installed to write a checkpoint", "none", "pip install numpy")
-    given = [out for out in (flags.out, flags.output) if out is not None]
-    got, remedy = " and ".join(map(str, given)) or "neither", "name the directory to make with --output"
-    check(len(given) == 1, "output", "be given once", got, remedy)
-    (out,) = given
     config = EngineConfig(model=flags.checkpoint, lora=flags.lora)
     source = find_checkpoint(config.model, is_offline=config.offline)
-    counts = quantize_checkpoint(source, out, getattr(torch, flags.scale_dtype), config.lora)
+    counts = quantize_checkpoint(source, flags.output, getattr(torch, flags.scale_dtype), config.lora)
     relative = (counts.error / counts.size) ** 0.5 if counts.size else 0.0
-    told = {"out": str(out), "converted": counts.converted, "kept": len(counts.kept)}
+    told = {"output": str(flags.output), "converted": counts.converted, "kept": len(counts.kept)}
     told |= {"bytes_before": counts.bytes_before, "bytes_after": counts.bytes_after, "error": relative}
     write_text(stdout, json.dumps(told) + "\n")
     return EXIT_OK

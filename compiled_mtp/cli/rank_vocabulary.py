@@ -23,7 +23,7 @@ from compiled_mtp.errors import check
 from compiled_mtp.frontend.hub import find_checkpoint
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
-from compiled_mtp.terminal.flags import Parser, add_output
+from compiled_mtp.terminal.flags import Parser
 
 
 def find_texts(paths: Iterable[Path], suffix: str) -> Iterator[Path]:
@@ -67,9 +67,8 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--suffix", default=".txt", help="suffix of the files to read in directories")
     parser.add_argument("--top", type=int, help="how many ids to write; default: all that occur")
-    add_output(
-        parser, type=Path, required=True, help="file for the ids, one per line, the most frequent first"
-    )
+    described = "file for the ids, one per line, the most frequent first"
+    parser.add_argument("--output", type=Path, required=True, help=described)
     return parser
 
 

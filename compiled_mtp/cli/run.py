@@ -28,7 +28,7 @@ from compiled_mtp.terminal.console import (
     say,
     start_engine,
 )
-from compiled_mtp.terminal.flags import COMMON_ENGINE, COMMON_SAMPLING, Parser, add_fields, add_output, given
+from compiled_mtp.terminal.flags import COMMON_ENGINE, COMMON_SAMPLING, Parser, add_fields, given
 from compiled_mtp.terminal.signals import leaving
 
 # A command imports these modules later, since they import torch.
@@ -115,7 +115,7 @@ def make_parser() -> Parser:
         help="an image before the prompt, which then goes through the chat template; repeat for more",
     )
     said = "write one line per result, when it ends: id, text, tokens, metrics"
-    add_output(parser, metavar="FILE.jsonl", help=said)
+    parser.add_argument("--output", metavar="FILE.jsonl", help=said)
     parser.add_argument(
         "--in-order", action="store_true", help="print and write results in the order of the requests"
     )

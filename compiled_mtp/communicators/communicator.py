@@ -129,7 +129,7 @@ class Communicator(ABC):
         return self._gather(x.contiguous())
 
     def adds(self, rows: int) -> bool:
-        """Return whether the communicator sums partials of so many rows itself, in the norm's order."""
+        """Return whether the communicator sums partials of `rows` rows itself, in the norm's order."""
         return False
 
     def check(self) -> None:  # noqa: B027 - on a host the collective itself raises

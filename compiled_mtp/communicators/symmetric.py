@@ -27,13 +27,13 @@ from compiled_mtp.ops.device import device_of
 CHANNELS, CHUNK = 1024, 1024
 # Per program. 128 rows of 5,120 sums, four partials each, on two H200s: 15.8 us with eight, 18.1 with four.
 _WARPS = 8
-# A waiting kernel reads the host's memory once per so many reads of a signal: every few milliseconds.
+# A waiting kernel reads the host's memory once per this many reads of a signal: every few milliseconds.
 _TURNS = 4096
 # A key of torch's rendezvous: its prefix, the number of the rendezvous, and a rank or nothing.
 _NUMBERED = re.compile(r"(.+?)/(\d+)((?:/[^/]*)?)")
 # Aborted communicators, until `release`; one whose device has failed stays here.
 _ABORTED: set[SymmetricCommunicator] = set()
-# From so many rows on, each rank adds its share of the sums: less to send than all float32 partials to all.
+# From this many rows on, each rank adds its share of the sums: less to send than all float32 partials to all.
 _MANY_ROWS = 64
 
 

@@ -17,7 +17,7 @@ from compiled_mtp.request import PromptImage, Request, SamplingParams
 from compiled_mtp.sampling.grammar import Matcher
 from compiled_mtp.sampling.parameter_checks import MAX_STOP_IDS, bad_word_ids, only_one_grammar
 
-# Above so many ids, building the trie of a vocabulary delays other requests noticeably.
+# Above this many ids, building the trie of a vocabulary delays other requests noticeably.
 _LARGE_VOCABULARY = 50_000
 
 

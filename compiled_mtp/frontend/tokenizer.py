@@ -195,8 +195,8 @@ class ChatTemplate:
             raise ValueError(self._fault)
         if self._template is None:
             raise ValueError(
-                f"messages must have a chat template, got none in {self._root}; add chat_template.jinja or "
-                "give a plain prompt"
+                f"messages must have a chat template, got none in {self._root}; give a Jinja file as "
+                "chat_template, or a plain prompt"
             )
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         if not plain:

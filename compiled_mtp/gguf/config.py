@@ -1,6 +1,6 @@
 """Reads a GGUF file's metadata into the keys of Hugging Face's config.json. No torch.
 
-Source: the keys that llama.cpp's converter writes for qwen35, qwen35moe and qwen3next.
+Source: the keys that llama.cpp's converter writes for qwen35, qwen35moe and qwen3next, and Ollama's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ _CONVERT_AGAIN = "convert the model again"
 _INTEGERS = {
     "hidden_size": "embedding_length",
     "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
@@ -92,12 +91,15 @@ def hf_config(container: Container) -> dict[str, Any]:
     integers = _INTEGERS | (_MOE_INTEGERS if architecture != "qwen35" else {})
     config: dict[str, Any] = {"model_type": ARCHITECTURES[architecture]}
     config |= {name: metadata.integer(f".{key}") for name, key in integers.items()}
+    config["num_key_value_heads"] = _kv_heads(metadata)
     if architecture == "qwen35":
         config["intermediate_size"] = metadata.integer(".feed_forward_length")
     num_nextn = metadata.integer(".nextn_predict_layers", 0, 0)
     count = metadata.integer(".block_count")
     if count <= num_nextn:
         raise metadata.fail(".block_count", f"be more than its {num_nextn} MTP layers", count)
+    if not num_nextn and any(".nextn." in name for name in tensors):
+        raise metadata.fail(".nextn_predict_layers", "be 1 in a file with nextn tensors", num_nextn)
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise fail(str(container.path), "hold token_embd.weight", "none", "download the file again")
     is_whole = not _has_mtp(container) or any(name.startswith("blk.0.") for name in tensors)
@@ -107,10 +109,11 @@ def hf_config(container: Container) -> dict[str, Any]:
     if inner % heads:
         raise metadata.fail(".ssm.inner_size", f"be a multiple of {heads} value heads", inner)
     _check_unsupported(metadata, config)
+    vocab_size = tensors["token_embd.weight"].shape[0]
     return config | {
         "num_hidden_layers": count - num_nextn,
-        "mtp_num_hidden_layers": num_nextn if _has_mtp(container) else 0,
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "mtp_num_hidden_layers": (num_nextn or 1) if _has_mtp(container) else 0,
+        "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in tensors,
         "linear_value_head_dim": inner // heads,
         "full_attention_interval": metadata.integer(".full_attention_interval", 4),
@@ -121,7 +124,7 @@ def hf_config(container: Container) -> dict[str, Any]:
         "norm_topk_prob": True,
         # The dtype of these families' releases; a GGUF file has a type per tensor only.
         "dtype": "bfloat16",
-        "eos_token_id": eos_token_ids(container),
+        "eos_token_id": _eos_token_ids(metadata, vocab_size),
     }
 
 
@@ -132,12 +135,33 @@ def generation_config(container: Container) -> dict[str, Any]:
     return {name: _shortest(value) for name, value in found.items()}
 
 
-def eos_token_ids(container: Container) -> list[int]:
+def _eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
     """The ids that end a text or a turn: the ids that the metadata name, and the ids of the families."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    named = {container.metadata[key] for key in keys if key in container.metadata}
-    tokens = container.metadata.get("tokenizer.ggml.tokens", ())
-    return sorted(named | {i for i, token in enumerate(tokens) if token in _ENDS})
+    named = {key: [value] for key in keys if (value := metadata.get(key)) is not None}
+    # Ollama names all ids of generation_config.json beside one of them.
+    if (listed := metadata.get("tokenizer.ggml.eos_token_ids")) is not None:
+        named["tokenizer.ggml.eos_token_ids"] = listed if isinstance(listed, list) else [listed]
+    for key, ids in named.items():
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
+        if wrong:
+            raise metadata.fail(key, f"be ids below {vocab_size}, the rows of token_embd.weight", wrong[0])
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    # Of another type they are refused where the tokenizer is read.
+    ends = {i for i, token in enumerate(tokens) if token in _ENDS} if isinstance(tokens, list) else set()
+    return sorted(ends.union(*named.values()))
+
+
+def _kv_heads(metadata: Metadata) -> int:
+    """The KV heads of an attention layer. Ollama lists one number per layer, 0 for a GDN layer."""
+    key = ".attention.head_count_kv"
+    value = metadata.get(key)
+    if not isinstance(value, list):
+        return metadata.integer(key)
+    counts = {count for count in value if count != 0}
+    if len(counts) != 1 or not (type(only := counts.pop()) is int and only > 0):
+        raise metadata.fail(key, "be one positive integer in all attention layers", value)
+    return only
 
 
 def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
@@ -154,7 +178,8 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
 
 def _has_mtp(container: Container) -> bool:
-    return any(".nextn." in name for name in container.tensors)
+    """Whether an MTP head is stored, under llama.cpp's names or Ollama's."""
+    return any(".nextn." in name or name.startswith("mtp.") for name in container.tensors)
 
 
 def _check_unsupported(metadata: Metadata, config: dict[str, Any]) -> None:
@@ -170,6 +195,9 @@ def _check_unsupported(metadata: Metadata, config: dict[str, Any]) -> None:
         ".expert_weights_norm": True,
         ".expert_weights_scale": 1.0,
         ".expert_group_count": 1,
+        # Of Ollama's converter.
+        ".norm_top_k_prob": True,
+        ".ssm.v_head_reordered": True,
     }
     for key, value in wanted.items():
         got: Any = metadata.get(key, value)

@@ -129,7 +129,8 @@ def _read_parts(path: Path, files: Sequence[Path], stamps: object) -> Container:
     tensors: dict[str, Tensor] = {}
     for number, file in enumerate(files):
         part, own_tensors = _read_file(file)
-        count = part.get("split.count", 1)
+        # llama.cpp writes 0 into a file that it merges from parts.
+        count = part.get("split.count") or 1
         remedy = "name the parts as they were published, as x-00001-of-0000N.gguf"
         rule = f"be one of {len(files)} parts" if len(files) > 1 else "be a whole model"
         check(count == len(files), str(file), rule, f"one of {shown(count)} parts", remedy)

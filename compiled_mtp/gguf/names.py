@@ -2,8 +2,9 @@
 
 llama.cpp's converter renames tensors, adds 1 to norms, stores -exp(A_log), splits q|k|v|z of Qwen3-Next and
 stacks experts. It reorders the value heads of Qwen3.5 in tiles: the first value head of every key head, then
-the second. This module describes how to undo all that, as data: which rows to take, in which order, and how
-to change their values. No torch.
+the second. Ollama's does the same with other names: `ssm_dt`, and an MTP head under `mtp.`, in which only the
+norms of its layer are changed. This module describes how to undo all that, as data: which rows to take, in
+which order, and how to change their values. No torch.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from compiled_mtp.errors import check
+from compiled_mtp.errors import check, fail
 from compiled_mtp.gguf.config import architecture_of, hf_config
 from compiled_mtp.gguf.container import Container, Tensor
 
 Change = Literal["none", "minus 1", "log of minus"]
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
+# The MTP layer in Ollama's files; the head's other tensors have their names in the checkpoint.
+_OLLAMA_MTP = re.compile(r"mtp\.layers\.0\.(.*)")
+# The vision tower in Ollama's files.
+_TOWER = ("v.", "mm.")
 _TOP = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
 _LAYER = {
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -53,6 +58,7 @@ _PER_HEAD = {
     "ssm_alpha.weight": "in_proj_a.weight",
     "ssm_beta.weight": "in_proj_b.weight",
     "ssm_dt.bias": "dt_bias",
+    "ssm_dt": "dt_bias",
     "ssm_a": "A_log",
 }
 # The projections that a stack holds for each expert, one after another.
@@ -92,10 +98,16 @@ class Source:
 def checkpoint_sources(container: Container) -> dict[str, Source]:
     """The source of every tensor by its name in the checkpoint, without the trunk's prefix, in file order.
 
-    A tensor without a name there keeps its own name, and the loader refuses it as unused. Raises ValueError
-    as `hf_config` does.
+    The vision tower of Ollama's files is left out. A tensor without a name there keeps its own name, and the
+    loader refuses it as unused. Raises ValueError as `hf_config` does, and for two tensors of one name there.
     """
-    return dict(_Names(container).all())
+    sources: dict[str, Source] = {}
+    for target, source in _Names(container).all():
+        if target in sources:
+            names = " and ".join(one.runs[0].tensor.name for one in (sources[target], source))
+            raise fail(str(container.path), f"hold {target} once", names, "convert the model again")
+        sources[target] = source
+    return sources
 
 
 class _Names:
@@ -112,7 +124,7 @@ class _Names:
 
     def all(self) -> Iterator[tuple[str, Source]]:
         for name, tensor in self.tensors.items():
-            if self._is_factor(name):
+            if self._is_factor(name) or name.startswith(_TOWER):
                 continue
             targets = list(self._targets(name, tensor))
             scale = self.tensors.get(name.removesuffix("weight") + "scale")
@@ -138,12 +150,12 @@ class _Names:
         return stem != name and f"{stem}.weight" in self.tensors
 
     def _targets(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Source]]:
-        found = _BLOCK.fullmatch(name)
+        found, own = _BLOCK.fullmatch(name), _OLLAMA_MTP.fullmatch(name)
         whole = Source(tensor.shape, (Run(tensor, 0, _num_rows(tensor)),))
-        layer, part = (int(found[1]), found[2]) if found else (-1, name)
+        layer, part = (int(found[1]), found[2]) if found else (self.num_layers, own[1] if own else name)
         is_mtp = self.has_mtp and layer == self.num_layers
         prefix = "mtp.layers.0." if is_mtp else f"layers.{layer}."
-        if found is None:
+        if found is None and own is None:
             change: Change = "minus 1" if name == "output_norm.weight" else "none"
             yield _TOP.get(name, "norm.weight" if change != "none" else name), replace(whole, change=change)
         elif is_mtp and part in _MTP:

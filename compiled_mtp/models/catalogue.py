@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from compiled_mtp.errors import check
@@ -18,8 +19,9 @@ from compiled_mtp.models.formats.awq import AWQ
 from compiled_mtp.models.formats.claims import read_claims
 from compiled_mtp.models.formats.fp4 import MXFP4, NVFP4, ModeloptNVFP4
 from compiled_mtp.models.formats.gptq import GPTQ
+from compiled_mtp.models.formats.mxfp8 import MXFP8
 from compiled_mtp.models.formats.pack_quantized import PackQuantized
-from compiled_mtp.models.formats.scaled_fp8 import ScaledFP8
+from compiled_mtp.models.formats.scaled_bytes import ScaledBytes
 from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.headers import Header, read_headers
 from compiled_mtp.models.stored_weight import StoredWeight
@@ -27,13 +29,13 @@ from compiled_mtp.models.weight_format import FP8
 
 # A linear's format is the first of these whose `marks` accepts its tensors.
 FORMATS: tuple[type[PackedWeight], ...] = (
-    *(AWQ, GPTQ, PackQuantized, MXFP4, NVFP4, ModeloptNVFP4, ScaledFP8),
+    *(AWQ, GPTQ, PackQuantized, MXFP4, NVFP4, ModeloptNVFP4, MXFP8, ScaledBytes),
 )
 # Names of tensors that mark a linear as quantised if they have one of these dtypes; None for any dtype.
 _MARKERS: Mapping[str, tuple[str, ...] | None] = {
     "qweight": None,
     "weight_packed": None,
-    "weight": ("U8", FP8.header_dtype),
+    "weight": ("U8", "I8", FP8.header_dtype),
 }
 _SUFFIXES = tuple(
     dict.fromkeys(s for form in FORMATS for s in (*form.required, *form.optional, *form.unread))
@@ -52,7 +54,8 @@ def read_stored(root: Path) -> dict[str, StoredWeight]:
     """
     if root.suffix == ".gguf":
         return dict(stored_tensors(read_container(root)))
-    headers, claims = read_headers(root), read_claims(root)
+    headers = {name: _without_axes(header) for name, header in read_headers(root).items()}
+    claims = read_claims(root)
     packed: dict[str, StoredWeight] = {}
     renamed: dict[str, str] = {}
     parts_of: dict[str, str] = {}
@@ -69,7 +72,7 @@ def read_stored(root: Path) -> dict[str, StoredWeight]:
         rule, remedy = "be stored in one format", f"remove {header.name} or the others"
         check(not others, header.name, rule, f"{', '.join(others)} too", remedy)
         own = (*form.required, *form.optional, *form.unread)
-        if form is ScaledFP8 and _is_in_blocks(parts):
+        if form is ScaledBytes and _is_in_blocks(parts):
             renamed[f"{module}.weight_scale"] = f"{name}{FP8.scale_suffix}"
             parts_of[f"{module}.input_scale"] = name
         else:
@@ -84,10 +87,20 @@ def read_stored(root: Path) -> dict[str, StoredWeight]:
     return stored
 
 
+def _without_axes(header: Header) -> Header:
+    """The factors of blocks as a grid, which modelopt stores as [N / 128, 1, K / 128, 1]; other tensors as
+    they are."""
+    is_grid = header.name.endswith(".weight_scale") and len(header.shape) == 4
+    if is_grid and header.shape[1] == header.shape[3] == 1:
+        return replace(header, shape=(header.shape[0], header.shape[2]))
+    return header
+
+
 def _is_in_blocks(parts: Mapping[str, Header]) -> bool:
     """Whether FP8 values have a factor per block, instead of one per row or one in all."""
     shape, scale = parts["weight"].shape, parts["weight_scale"].shape
     is_grid = len(shape) == 2 and scale == FP8.scale_shape(shape)
+    is_grid = is_grid and parts["weight"].dtype == FP8.header_dtype
     return is_grid and scale not in ((1, 1), (shape[0], 1))
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from compiled_mtp.errors import check, fail, shown
+from compiled_mtp.errors import check, shown
 from compiled_mtp.model_config import ModelConfig
 from compiled_mtp.models.family import FAMILIES
-from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.headers import Header, stored_name
 from compiled_mtp.models.layout import Stored, with_scales
 from compiled_mtp.models.stored import HEAD
@@ -21,7 +20,6 @@ from compiled_mtp.ops.blocks import UNIT
 
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("BF16", "F32")
-_FC = "mtp.fc.weight"
 # The most names of each kind that a message lists.
 _FEW = 5
 # Parts of the names of tensors that PEFT saves.
@@ -45,10 +43,6 @@ def checked_layout(
     if with_mtp and not any(name.startswith("mtp.") for name in headers):
         raise ValueError(f"model must store an MTP head (mtp.* tensors), got none in {path}; pass mtp_step=0")
     check_counts(config, headers)
-    fc = headers.get(_FC)
-    if with_mtp and isinstance(fc, PackedWeight):
-        remedy = "use another release of the model, or pass mtp_step=0"
-        raise fail(fc.name, "be plain: exporters that quantise mtp.fc spoil the MTP head", fc.dtype, remedy)
     layout = FAMILIES[config.family].layout(config, headers, formats)
     required = [n for n in with_scales(layout, formats) if with_mtp or not n.startswith("mtp.")]
     # `as_stored` has found that a tied model's stored head equals its embedding.
@@ -135,14 +129,14 @@ def check_parameters(
         # The parameter of a convolution's weight [C, 1, 4] is [C, 4].
         is_conv = len(stored.shape) == 3 and not stored.is_stack
         row = stored.shape[2:] if stored.is_stack or is_conv else stored.shape[1:]
-        for piece in stored.pieces:
-            width = row if piece.columns is None else (piece.columns[1] - piece.columns[0],)
-            have = parameters.get(piece.parameter)
-            if have is None or tuple(have.shape)[1 if piece.expert is None else 2 :] != width:
-                wrong.append(piece.parameter)
+        for shard in stored.shards:
+            width = row if shard.columns is None else (shard.columns[1] - shard.columns[0],)
+            have = parameters.get(shard.parameter)
+            if have is None or tuple(have.shape)[1 if shard.expert is None else 2 :] != width:
+                wrong.append(shard.parameter)
             else:
                 count = stored.shape[0] if stored.is_stack else 1
-                filled[piece.parameter] += count * piece.rows * math.prod(width)
+                filled[shard.parameter] += count * shard.rows * math.prod(width)
     wrong += [name for name, count in filled.items() if count != parameters[name].numel()]
     if wrong:
         raise _misfit([f"parameters that do not fit: {first_few(dict.fromkeys(wrong))}"], path)
@@ -171,6 +165,8 @@ def _common_cause(missing: list[str], misfitting: list[str], unused: list[str]) 
                 prefix = ".".join(parts[:cut])
                 owner = "PEFT's" if prefix.startswith("base_model.model") else "a wrapper's"
                 return f"the names begin with {shown(prefix)}., {owner}: save the model without it"
+    if missing == [HEAD]:
+        return "if its head is tied to the embedding, set tie_word_embeddings to true in config.json"
     is_whole = not missing and not misfitting
     return "remove them, or pass allow_extra_tensors to skip them" if is_whole else ""
 

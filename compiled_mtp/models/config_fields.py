@@ -50,7 +50,8 @@ def text_fields(keys: Keys, top: dict[str, Any]) -> dict[str, Any]:
         **_linear_attention_fields(keys),
         "rms_norm_eps": keys.number("rms_norm_eps"),
         "is_full_attention": _layer_pattern(keys, num_layers),
-        "tie_word_embeddings": Keys(values | top).flag("tie_word_embeddings", False),
+        # Fine-tunes may lose it in one of the sections. `as_stored` unties a stored head of its own.
+        "tie_word_embeddings": any(Keys(s).flag("tie_word_embeddings", False) for s in (values, top)),
         "mtp_num_layers": _mtp_num_layers(keys),
         "gate_activation": "sigmoid" if gate == "sigmoid" else "silu",
         "dtype": _dtype_name(values, top),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_mtp.errors import fail
+from compiled_mtp.errors import fail, shown
 
 FIX = "fix config.json"
 
@@ -44,7 +44,7 @@ class Keys:
         value: Any = self.values.get(key, default)
         # Compare types, because a bool is an int. JSON may hold NaN, Infinity and integers of any length.
         if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise fail(key, "be a positive number", value, self.remedy)
+            raise fail(key, "be a positive number", shown(value, repr), self.remedy)
         return float(value)
 
     def integer(
@@ -53,7 +53,7 @@ class Keys:
         """The integer under `key`, from `least` to `most`."""
         value = self.values.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise fail(key, f"be an integer of at least {least}", value, self.remedy)
+            raise fail(key, f"be an integer of at least {least}", shown(value, repr), self.remedy)
         if most is not None and value > most:
             raise fail(key, f"be at most {most}", value, self.remedy)
         return value
@@ -62,7 +62,7 @@ class Keys:
         """The bool under `key`."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise fail(key, "be true or false", value, self.remedy)
+            raise fail(key, "be true or false", shown(value, repr), self.remedy)
         return value
 
     def section(self, key: str) -> dict[str, Any]:

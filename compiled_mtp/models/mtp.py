@@ -8,7 +8,8 @@ from torch import nn
 from compiled_mtp.cache.kv_cache import KVLayer
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.layers import Attention, DecoderLayer, Linear, RMSNorm
+from compiled_mtp.models.layers import Attention, DecoderLayer, RMSNorm
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rows import Rows
 from compiled_mtp.models.weight_format import NO_FORMATS, Formats, ParameterFactory

@@ -10,7 +10,7 @@ from torch import nn
 
 from compiled_mtp.communicators.communicator import Communicator
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.row_unit import weights_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from compiled_mtp.models.layers import Linear, RMSNorm
+from compiled_mtp.models.layers import RMSNorm
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.ops.linear import can_be_resident
 
 

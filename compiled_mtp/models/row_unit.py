@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.models.moe import Router
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.ops.k_splits import count_cpu_k_splits, count_k_splits

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.errors import check, fail
-from compiled_mtp.graphs.artifacts import check_key, read_key
+from compiled_mtp.graphs.artifacts import check_key
 from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.shards import shard_layout, with_prompt_rows
@@ -30,7 +30,7 @@ def check_ranks(spec: EngineSpec, fill: Fill | None) -> None:
     except (AttributeError, pickle.PicklingError):
         raise fail("fill", rule, fill, remedy) from None
     if spec.cache is not None:
-        check_key(spec.cache, read_key(spec.cache) | {"tensor_parallel": world})
+        check_key(spec.cache, {"tensor_parallel": world}, is_whole=False)
     if device.type == "cpu":
         rule = f"be at most {CPU_K_SPLITS} on a CPU"
         check(world <= CPU_K_SPLITS, "tensor_parallel", rule, world, "use fewer ranks")

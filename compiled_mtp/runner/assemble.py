@@ -17,7 +17,7 @@ from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.moves import Moves
 from compiled_mtp.cache.slot_state import SlotState
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, check_key, load, read_key
+from compiled_mtp.graphs.artifacts import PROGRAMS_NAME, check_key, load
 from compiled_mtp.graphs.compile import GraphMode
 from compiled_mtp.graphs.later import LaterDepths, LaterProgram
 from compiled_mtp.models.direct import reach_directly
@@ -84,11 +84,10 @@ def build(
     apply(spec)
     has_rounds = memory is not None
     if spec.cache is not None:
-        stored = read_key(spec.cache)
         # The number of ranks comes first: it makes other fields of the key differ too.
-        check_key(spec.cache, stored | {"tensor_parallel": spec.world})
+        check_key(spec.cache, {"tensor_parallel": spec.world}, is_whole=False)
         key = early_key(spec)
-        check_key(spec.cache, stored | key)
+        check_key(spec.cache, key, is_whole=False)
     before_bytes = _free_bytes(spec)
     target, draft = _load(spec, progress, fill)
     encoder = _load_tower(spec, fill, tower_path or spec.config.model)
@@ -100,7 +99,7 @@ def build(
     models = [target] if draft is None else [target, draft]
     free_bytes = _free_bytes(spec)
     if spec.device.type == "cuda":
-        # As `inspect` foretells, unless loading took more.
+        # As `inspect` predicts, unless loading took more.
         loaded = models if encoder is None else [*models, encoder.tower]
         free_bytes = min(free_bytes, free_beside(loaded, before_bytes))
     if memory is None:

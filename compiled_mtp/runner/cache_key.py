@@ -25,7 +25,7 @@ def early_key(spec: EngineSpec) -> dict[str, Any]:
     """The part of a graph_cache's key that is known before the weights are loaded; `late_key` is the rest.
 
     The value that `spec` resolved replaces the setting that the config names. Call it after `apply`, which
-    sets the threads.
+    sets the threads. The fields are in the order in which `check_key` compares them.
     """
     return {
         **{f"model.{name}": value for name, value in traced(spec.model).items()},

@@ -50,7 +50,7 @@ def buckets_of(spec: EngineSpec, unit: int, max_batch: int) -> Buckets:
 
 
 def draft_head_bytes(spec: EngineSpec, num_head_rows: int) -> int:
-    """What drafts' own head takes, of a target's head of so many rows."""
+    """Bytes of the drafts' own head, where the target's head has `num_head_rows` rows."""
     return spec.drafts.head_bytes(num_head_rows, spec.model.hidden_size, spec.dtype.itemsize)
 
 

@@ -142,7 +142,14 @@ class ProgramMaker:
 
     def check_layout(self, saved: Path) -> None:
         """Raise ValueError if the programs in `saved` were made for tensors of another layout."""
-        stored, wanted = json.loads((saved / _LAYOUT_NAME).read_text()), self.layout()
+        try:
+            stored: dict[str, Any] = dict(json.loads((saved / _LAYOUT_NAME).read_bytes()))
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"graph_cache must hold a {_LAYOUT_NAME} of tensors, got {error}; export it again with "
+                "`compiled-mtp export`"
+            ) from None
+        wanted = self.layout()
         for name in sorted(stored.keys() | wanted.keys()):
             if stored.get(name) != wanted.get(name):
                 raise ValueError(

@@ -99,7 +99,7 @@ class EngineSpec:
     shapes: tuple[RoundShape, ...]
     wide_shapes: tuple[RoundShape, ...] = field(metadata=NOT_TRACED)
     given_shapes: tuple[RoundShape, ...]
-    drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names})
+    drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names, "setting": "lookup"})
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
     max_model_len: int
@@ -132,7 +132,7 @@ class EngineSpec:
         return LOOKUP in self.drafters
 
     def draft_rows(self, max_model_len: int) -> tuple[SlotRow, ...]:
-        """What the drafters keep of each request of at most so many tokens."""
+        """What the drafters keep of each request of at most `max_model_len` tokens."""
         sizes = SlotSizes(self.mtp_step, max_model_len, self.model.hidden_size, self.dtype)
         return tuple(row for drafter in self.drafters for row in drafter.rows(sizes))
 
@@ -220,7 +220,7 @@ class EngineSpec:
         return value if self.communicator is None else self.communicator.least(value)
 
     def narrow(self, drafts: int) -> EngineSpec:
-        """The spec whose wide rounds verify so many drafts; without wide rounds if a chain has as many."""
+        """The spec whose wide rounds verify `drafts` drafts; it has none if a chain has as many."""
         wide = [RoundShape(drafts, shape.chain) for shape in self.wide_shapes if drafts > self.mtp_step]
         return replace(self, wide_shapes=tuple(wide))
 

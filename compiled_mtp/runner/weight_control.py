@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from compiled_mtp.errors import EngineUnavailableError, check, quote
-from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.runner import Runner
+from compiled_mtp.runner.step_loop import StepLoop
 from compiled_mtp.runner.weight_updates import WeightSource, WeightUpdate
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.inbox import Inbox
 from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.turn import Turn
-from compiled_mtp.spec.policy import DepthPolicy
 
 Running: TypeAlias = Literal["finish", "abort"]
 """What happens to requests that have begun: they are decoded to their ends, or end with "abort"."""
@@ -32,8 +31,7 @@ class WeightControl:
     _inbox: Inbox
     _is_closed: bool
     _turn: Turn
-    _interruption: str | None
-    _depths: DepthPolicy | None
+    _steps: StepLoop
     # Why no request can be served, None while the weights are whole.
     _unavailable: str | None = None
     # The directory of the last weights, None for the config's; and whether tensors came after it.
@@ -41,9 +39,6 @@ class WeightControl:
     _has_given_weights = False
 
     def _tidy(self) -> None:
-        raise NotImplementedError
-
-    def _step_once(self) -> StepPlan | None:
         raise NotImplementedError
 
     def update_weights(self, source: WeightSource, *, running: Running = "finish") -> None:
@@ -59,8 +54,7 @@ class WeightControl:
         refuses requests until an update succeeds.
         """
         check(running in ("finish", "abort"), "running", "be finish or abort", quote(running), "choose one")
-        if not self._turn.take():
-            raise not_alone()
+        self._turn.take()
         try:
             self._tidy()
             self._check_open()
@@ -89,8 +83,7 @@ class WeightControl:
         sleeps, and while another thread steps.
         """
         check(running in ("finish", "abort"), "running", "be finish or abort", quote(running), "choose one")
-        if not self._turn.take():
-            raise not_alone()
+        self._turn.take()
         try:
             self._tidy()
             self._check_open()
@@ -100,9 +93,9 @@ class WeightControl:
             self.scheduler.drop_prefixes()
             self._unavailable = "it sleeps; call wake_up"
             self.runner.sleep()
-            if self._depths is not None:
+            if self._steps.depths is not None:
                 # The wake-up prepares every depth, also those that the start was still loading.
-                self._depths.add_depths(self.runner.spec.config.depths)
+                self._steps.depths.add_depths(self.runner.spec.config.depths)
         finally:
             self._turn.leave()
 
@@ -115,8 +108,7 @@ class WeightControl:
         of a start where memory is short. The engine then sleeps on, or after tensors that fail midway refuses
         requests until an update; an engine of several ranks has ended where memory was short.
         """
-        if not self._turn.take():
-            raise not_alone()
+        self._turn.take()
         try:
             self._check_open()
             asleep = self.runner.is_asleep
@@ -149,7 +141,7 @@ class WeightControl:
         if running == "abort":
             self.scheduler.end_begun(held, error)
         while not self.scheduler.is_idle(held):
-            self._step_once()
+            self._steps.run_once()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -174,11 +166,3 @@ class WeightControl:
             raise EngineUnavailableError(
                 f"engine must have its weights, got one without: {self._unavailable}"
             )
-
-
-def not_alone() -> ValueError:
-    """The error of a second thread that steps."""
-    return ValueError(
-        "engine must be stepped, asked to generate and closed by one thread at a time, got a second one; let "
-        "one thread step, any other may call add_request and abort"
-    )

@@ -78,7 +78,7 @@ def logit_bias(value: Any) -> dict[int, float]:
 
 
 def min_tokens(value: Any, max_tokens: int) -> int:
-    """Check min_tokens: before so many tokens eos ids, stop ids and stop strings do not end the output."""
+    """Check min_tokens, the tokens before which no eos id, stop id or stop string ends the output."""
     return _integer("min_tokens", value, 0, max_tokens, "raise max_tokens or lower it")
 
 

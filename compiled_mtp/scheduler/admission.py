@@ -1,10 +1,14 @@
-"""Decides whether a waiting request may start: running requests must keep blocks for their next tokens."""
+"""The requests that wait, and when they are admitted: running ones must keep blocks for their next tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from compiled_mtp.scheduler.phases import RequestPhase
+from compiled_mtp.scheduler.prompts import Prompts
 from compiled_mtp.scheduler.resources import Resources
 from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
+from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 
 # Tokens for which every request must have room when one is admitted; each gains about as many before the next
 # preemption.
@@ -15,12 +19,74 @@ class Admission:
     """Admits a request if the free blocks cover its prompt and the next 64 tokens of it and all others.
 
     No blocks are reserved beyond that: when they run short later, `Preemption` preempts the request of the
-    worst rank.
+    worst rank. Call `reset` before all else. queue: requests to admit: new ones, those to recompute, and
+    those that are offloaded or on their way to the host. waiting: the first two kinds, by Request.key.
     """
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self.tokens_ahead = _TOKENS_AHEAD
+        self.waiting: dict[tuple[str, int], ScheduledRequest] = {}
+
+    def reset(self, prompts: Prompts) -> None:
+        """Forget every request that is not waiting; new prompts join `prompts` from now on."""
+        self._prompts = prompts
+        self.queue = WaitingQueue()
+        for scheduled in self.waiting.values():
+            scheduled.reset_progress()
+            self.queue.add(scheduled)
+
+    def enter(self, scheduled: ScheduledRequest) -> None:
+        """Put a request in the waiting queue. May be called again after an interrupt at any point."""
+        self.queue.discard(scheduled)
+        self.waiting[scheduled.request.key] = scheduled
+        self.queue.add(scheduled)
+
+    def leave(self, scheduled: ScheduledRequest) -> None:
+        """Remove a request that ends, if it is here."""
+        self.queue.discard(scheduled)
+        if scheduled.phase is RequestPhase.WAITING:
+            # The key is missing if an interrupt stopped `enter`.
+            self.waiting.pop(scheduled.request.key, None)
+
+    def hold(self, names: Collection[str]) -> list[ScheduledRequest]:
+        """Take the choices of requests out of the waiting queue; return them for `enter`."""
+        held = [one for one in self.queue if one.request.request_id in names]
+        for scheduled in held:
+            self.queue.discard(scheduled)
+        return held
+
+    def admit(self) -> None:
+        """Admit waiting requests in order while there is room; at most one new prompt.
+
+        Other prompts join it when its launch is planned.
+        """
+        while (scheduled := self.queue.first()) is not None:
+            is_new = scheduled.phase is RequestPhase.WAITING
+            if scheduled.transfer is not None:
+                # Still being copied to the host; no other request overtakes it.
+                return
+            if is_new and (self._prompts or self._resources.prefix.is_expected(scheduled)):
+                return
+            if not self.has_room(scheduled):
+                return
+            if is_new:
+                self._admit_new(scheduled)
+            else:
+                self.queue.take(scheduled)
+                self._resources.resume(scheduled)
+
+    def admit_beside(self, num_rows: int | None) -> ScheduledRequest | None:
+        """Admit the next waiting request if its prompt, or for None a part, may share the planned launch."""
+        scheduled = self.queue.first()
+        if scheduled is None or scheduled.phase is not RequestPhase.WAITING:
+            return None
+        if not self._prompts.may_join(scheduled, num_rows) or self._resources.prefix.is_expected(scheduled):
+            return None
+        if not self.has_room(scheduled):
+            return None
+        self._admit_new(scheduled)
+        return scheduled
 
     def has_room(self, scheduled: ScheduledRequest) -> bool:
         """Return whether a slot and enough blocks are free for a waiting or offloaded request."""
@@ -56,6 +122,20 @@ class Admission:
         for other in others:
             needed += max(self._blocks_soon(other, tokens) - len(other.block_ids), 0)
         return needed <= resources.pool.num_free
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the phases agree with the waiting queue."""
+        assert all(scheduled.phase is RequestPhase.WAITING for scheduled in self.waiting.values())
+        away = [one for one in self.queue if one.phase is not RequestPhase.WAITING]
+        for one in away:
+            assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
+        assert {id(one) for one in self.queue} == {id(one) for one in (*self.waiting.values(), *away)}
+
+    def _admit_new(self, scheduled: ScheduledRequest) -> None:
+        self.queue.take(scheduled)
+        del self.waiting[scheduled.request.key]
+        self._resources.admit(scheduled)
+        self._prompts.members.append(scheduled)
 
     def _blocks_soon(self, scheduled: ScheduledRequest, num_tokens: int) -> int:
         """Return the blocks that a request needs after `num_tokens` more tokens, or at its end if sooner."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection, Generator, Sequence
+from typing import TypeAlias
 
-from compiled_mtp.errors import quote
-from compiled_mtp.request import Request, derive_seed
+from compiled_mtp.request import Request, RequestOutput, derive_seed
 from compiled_mtp.sampling.parameter_checks import choice_seed
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.live_requests import id_in_use, not_live
+
+StreamRef: TypeAlias = weakref.ref[Generator[RequestOutput, None, None]]
+"""The generator that yields a request's outputs, which only its caller keeps alive."""
 
 
 class Inbox:
     """Gives requests their ids and arrival numbers, and keeps them until `hand_over`.
 
-    seed: the engine's seed, from which requests without a seed derive theirs. Any thread may call every
-    method except `hand_over`, `pass_aborts` and `forget`, which belong to the stepping thread. A signal
-    handler may call `put`, `new_id` and `abort` wherever it interrupts its thread.
+    seed: the engine's seed, from which requests without a seed derive theirs. streams: the streams of
+    requests whose outputs go to a stream of their own, by request id, until their last outputs are delivered.
+    Any thread may call every method except `hand_over`, `pass_aborts`, `end_left_streams` and `forget`, which
+    belong to the stepping thread. A signal handler may call `put`, `new_id` and `abort` wherever it
+    interrupts its thread.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
@@ -29,6 +37,7 @@ class Inbox:
         # All choices of each request, by id.
         self._requests: dict[str, Sequence[Request]] = {}
         self._aborts: set[str] = set()
+        self.streams: dict[str, StreamRef] = {}
         self._names = itertools.count(1)
         self._numbers = itertools.count()
 
@@ -40,11 +49,11 @@ class Inbox:
         """Whether no request and no abort waits."""
         return not (self._requests or self._aborts)
 
-    def put(self, choices: Sequence[Request]) -> str:
+    def put(self, choices: Sequence[Request], stream: StreamRef | None = None) -> str:
         """Take a request, given as all of its choices; return its id, a new one if it has none.
 
-        Sets the id and seed of every choice; the seeds derive from the first choice's (`choice_seed`). Raises
-        ValueError for an id in use.
+        stream: where its outputs go, None for `Engine.step`. Sets the id and seed of every choice; the seeds
+        derive from the first choice's (`choice_seed`). Raises ValueError for an id in use.
         """
         first = choices[0]
         with self._lock:
@@ -60,6 +69,9 @@ class Inbox:
                 seed = derive_seed(self._seed, number)
             for request in choices:
                 request.request_id, request.history.seed = request_id, choice_seed(seed, request.index)
+            if stream is not None:
+                # First, so that no interrupt leaves the request without its stream.
+                self.streams[request_id] = stream
             if self._requests.setdefault(request_id, choices) is not choices:
                 raise id_in_use(request_id)
             if is_stale:
@@ -76,10 +88,7 @@ class Inbox:
         with self._lock:
             is_live = request_id in self._requests or self._scheduler.is_live(request_id)
             if not is_live or request_id in self._aborts:
-                raise ValueError(
-                    f"request_id must name a request that has not finished, got {quote(request_id)}; give a "
-                    "live one"
-                )
+                raise not_live(request_id)
             self._aborts.add(request_id)
 
     def hand_over(self) -> None:
@@ -104,6 +113,15 @@ class Inbox:
                     self._scheduler.abort(request_id)
                 self._aborts.discard(request_id)
 
+    def end_left_streams(self) -> None:
+        """End the requests whose streams were left before their end, without an output."""
+        for request_id, reference in list(self.streams.items()):
+            stream = reference()
+            if stream is None or inspect.getgeneratorstate(stream) == inspect.GEN_CLOSED:
+                self.forget((request_id,))
+                self._scheduler.forget((request_id,))
+                self.streams.pop(request_id, None)
+
     def forget(self, request_ids: Collection[str] | None = None) -> None:
         """Drop the requests of these ids and their aborts; None drops all."""
         with self._lock:
@@ -112,15 +130,12 @@ class Inbox:
                 self._aborts.discard(request_id)
 
     def _has_id(self, request_id: str) -> bool:
-        # The order matters: `hand_over` adds a request to the scheduler before it leaves the inbox.
-        return request_id in self._requests or self._scheduler.has_id(request_id)
+        # The order matters: `hand_over` adds a request to the scheduler before it leaves the inbox. A stream
+        # would take the outputs of another request with its id, and its end would end that request.
+        in_inbox = request_id in self._requests or request_id in self.streams
+        return in_inbox or self._scheduler.has_id(request_id)
 
     def _new_id(self) -> str:
         while True:
             if not self._has_id(request_id := f"request-{next(self._names)}"):
                 return request_id
-
-
-def id_in_use(request_id: str) -> ValueError:
-    """Return the error for an id that another request still uses."""
-    return ValueError(f"request_id must be unused, got {quote(request_id)}; choose another")

@@ -37,7 +37,6 @@ from compiled_mtp.scheduler.prompts import Prompts
 from compiled_mtp.scheduler.resources import Resources
 from compiled_mtp.scheduler.round_shapes import Depth, RoundShapes, Widen
 from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
-from compiled_mtp.scheduler.waiting_queue import WaitingQueue
 from compiled_mtp.scheduler.wants import NOTHING, Wants, wants_of
 
 # While rounds wait, launches have twice the rows from this many prompts on, and again twice as many with each
@@ -66,10 +65,8 @@ class Planner:
         self.resources = resources
         self.max_prompt_chunks = self.limits.max_prompt_chunks
         self._shapes = RoundShapes(self.limits, depth, widen)
-        self._admission = Admission(resources)
+        self.admission = Admission(resources)
         self._preemption = Preemption(resources)
-        # By Request.key.
-        self.waiting: dict[tuple[str, int], ScheduledRequest] = {}
         # Preemptions so far: offloads, and requests that lost slot and blocks to be recomputed.
         self.num_offloaded = 0
         self.num_recomputed = 0
@@ -81,11 +78,7 @@ class Planner:
     def reset(self) -> None:
         """Forget every launch, and every request that is not waiting."""
         self.prompts = Prompts(self.resources, self._copy_ids)
-        # Waiting requests, and those that are offloaded or being copied to the host.
-        self.waiting_queue = WaitingQueue()
-        for scheduled in self.waiting.values():
-            scheduled.reset_progress()
-            self.waiting_queue.add(scheduled)
+        self.admission.reset(self.prompts)
         # Plans whose results were not read yet; results come in the order of the launches.
         self._unread: deque[StepPlan] = deque()
         self._open_round: _OpenRound | None = None
@@ -111,8 +104,7 @@ class Planner:
     def schedule(self) -> StepPlan | None:
         """Plan the next launch and reserve every block it may write; None if there is nothing to launch."""
         assert len(self._unread) <= self.limits.max_in_flight, f"{len(self._unread)} results are late"
-        if self.waiting_queue:
-            self._admit()
+        self.admission.admit()
         if self.resources.moving:
             self._plan_copies()
         if not self._rounds_ahead and self._open_round is None:
@@ -139,12 +131,6 @@ class Planner:
         self._is_install_lost = True
         self.look_again()
 
-    def enter(self, scheduled: ScheduledRequest) -> None:
-        """Put a request in the waiting queue. May be called again after an interrupt at any point."""
-        self.waiting_queue.discard(scheduled)
-        self.waiting[scheduled.request.key] = scheduled
-        self.waiting_queue.add(scheduled)
-
     def finish_copies(self, copy_ids: Collection[int]) -> None:
         """Finish the transfers and evictions of complete copies."""
         for scheduled in list(self.resources.moving):
@@ -156,16 +142,9 @@ class Planner:
     def cancel_copies(self, copy_ids: Collection[int]) -> None:
         """Cancel copies for which there is no memory; their requests stay where they are."""
         for scheduled in self.resources.cancel_copies(copy_ids):
-            self.waiting_queue.discard(scheduled)
+            self.admission.queue.discard(scheduled)
         self.resources.prefix.prefix_host.cancel_copies(copy_ids)
         self.look_again()
-
-    def hold(self, names: Collection[str]) -> list[ScheduledRequest]:
-        """Take the choices of requests out of the waiting queue; return them for `enter`."""
-        held = [one for one in self.waiting_queue if one.request.request_id in names]
-        for scheduled in held:
-            self.waiting_queue.discard(scheduled)
-        return held
 
     @property
     def has_unread(self) -> bool:
@@ -174,11 +153,8 @@ class Planner:
 
     def leave(self, scheduled: ScheduledRequest) -> None:
         """Plan nothing more for a request that ends."""
-        self.waiting_queue.discard(scheduled)
-        if scheduled.phase is RequestPhase.WAITING:
-            # The key is missing if an interrupt stopped `enter`.
-            self.waiting.pop(scheduled.request.key, None)
-        elif not self.prompts.leave(scheduled):
+        self.admission.leave(scheduled)
+        if scheduled.phase is not RequestPhase.WAITING and not self.prompts.leave(scheduled):
             self.look_again()
 
     def drop_dead_round(self) -> None:
@@ -189,11 +165,7 @@ class Planner:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless phases agree with the waiting queue, the prompts and the open round."""
-        assert all(scheduled.phase is RequestPhase.WAITING for scheduled in self.waiting.values())
-        away = [one for one in self.waiting_queue if one.phase is not RequestPhase.WAITING]
-        for one in away:
-            assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
-        assert {id(one) for one in self.waiting_queue} == {id(one) for one in (*self.waiting.values(), *away)}
+        self.admission.check_integrity()
         owners = self.resources.owners.values()
         prefilling = [scheduled for scheduled in owners if scheduled.phase is RequestPhase.PREFILLING]
         assert {id(one) for one in prefilling} == {id(one) for one in self.prompts.members}
@@ -202,51 +174,13 @@ class Planner:
         assert all(scheduled.is_in_open_round for scheduled in members)
         assert all(scheduled in members for scheduled in owners if scheduled.is_in_open_round)
 
-    def _admit(self) -> None:
-        """Admit waiting requests in order while there is room; at most one new prompt.
-
-        Other prompts join it when its launch is planned.
-        """
-        while (scheduled := self.waiting_queue.first()) is not None:
-            is_new = scheduled.phase is RequestPhase.WAITING
-            if scheduled.transfer is not None:
-                # Still being copied to the host; no other request overtakes it.
-                return
-            if is_new and (self.prompts or self.resources.prefix.is_expected(scheduled)):
-                return
-            if not self._admission.has_room(scheduled):
-                return
-            if is_new:
-                self._admit_new(scheduled)
-            else:
-                self.waiting_queue.take(scheduled)
-                self.resources.resume(scheduled)
-
-    def _admit_new(self, scheduled: ScheduledRequest) -> None:
-        self.waiting_queue.take(scheduled)
-        del self.waiting[scheduled.request.key]
-        self.resources.admit(scheduled)
-        self.prompts.members.append(scheduled)
-
-    def _admit_beside(self, num_rows: int | None) -> ScheduledRequest | None:
-        """Admit the next waiting request if its prompt, or for None a part, may share the planned launch."""
-        scheduled = self.waiting_queue.first()
-        if scheduled is None or scheduled.phase is not RequestPhase.WAITING:
-            return None
-        if not self.prompts.may_join(scheduled, num_rows) or self.resources.prefix.is_expected(scheduled):
-            return None
-        if not self._admission.has_room(scheduled):
-            return None
-        self._admit_new(scheduled)
-        return scheduled
-
     def _preempt(self, scheduled: ScheduledRequest) -> None:
         """Offload a request to the host if there is room, else put it back in the queue to be recomputed."""
         records, blocks = self.resources.host_room()
         if scheduled.phase is RequestPhase.RUNNING and records and len(scheduled.block_ids) <= blocks:
             self.num_offloaded += 1
             self.resources.offload(scheduled)
-            self.waiting_queue.add(scheduled)
+            self.admission.queue.add(scheduled)
             return
         self.num_recomputed += 1
         self._block_updates = [update for update in self._block_updates if update.slot != scheduled.slot]
@@ -254,7 +188,7 @@ class Planner:
         if scheduled.request.guide is not None:
             scheduled.request.guide.reset()
         self.resources.preempt(scheduled)
-        self.enter(scheduled)
+        self.admission.enter(scheduled)
 
     def _plan_copies(self) -> None:
         """Plan the copies of moving requests whose last results have been read."""
@@ -329,7 +263,7 @@ class Planner:
         first = self.prompts.members[0]
         if (encoded := self.prompts.next_slice(most)) is not None:
             return self._make_plan("encode", (first.slot,), (first.generation,), encoded=encoded)
-        launch = self.prompts.plan(most, self.max_prompt_chunks, self._admit_beside)
+        launch = self.prompts.plan(most, self.max_prompt_chunks, self.admission.admit_beside)
         self._block_updates += launch.block_updates
         for scheduled in launch.ended:
             self._end_prefill(scheduled)
@@ -354,7 +288,7 @@ class Planner:
         has_round = self._open_round is not None or bool(self.decoding_slots)
         if not has_round or not limits.busy_chunk:
             return limits.prefill_chunk
-        starting = len(self.prompts.members) + min(len(self.waiting_queue), self.resources.num_free_slots)
+        starting = len(self.prompts.members) + min(len(self.admission.queue), self.resources.num_free_slots)
         doublings = (starting // _FEW_PROMPTS).bit_length()
         return min(limits.busy_chunk << doublings, limits.prefill_chunk)
 

@@ -40,17 +40,20 @@ class Turn:
     def __init__(self) -> None:
         self._last = _Call(None)
 
-    def take(self) -> bool:
-        """Give the turn to the calling function, which must not be a generator; False while another call has
-        it.
+    def take(self) -> None:
+        """Give the turn to the calling function, which must not be a generator.
+
+        Raises ValueError while another call has it.
         """
         mine, last = _Call(sys._getframe(1)), self._last
         while 0 in last.heirs:
             last = last.heirs[0]
         if not last.is_over or last.heirs.setdefault(0, mine) is not mine:
-            return False
+            raise ValueError(
+                "engine must be stepped, asked to generate and closed by one thread at a time, got a second "
+                "one; let one thread step, any other may call add_request and abort"
+            )
         self._last = mine
-        return True
 
     def leave(self) -> None:
         """Give the turn back, and drop the frame of the call that has it so that its locals can be freed."""

@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from compiled_mtp.server.anthropic import AnthropicHandlers, CountBody, MessagesBody
+from compiled_mtp.server.anthropic import AnthropicHandlers
+from compiled_mtp.server.anthropic_models import CountBody, MessagesBody
 from compiled_mtp.server.auth import App, AuthMiddleware, Message, Receive, Scope, Send
 from compiled_mtp.server.errors import ApiError, api_of
 from compiled_mtp.server.generation import Service

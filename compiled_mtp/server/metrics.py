@@ -150,11 +150,10 @@ class Metrics(Collector):
                 for why, count in counts.items():
                     rounds.add_metric([str(depth), why], count)
             yield rounds
-            # All numeric fields of EngineStats, and `withdrawals`, an alias that the next version drops.
-            for field in (*(field.name for field in dataclasses.fields(stats)), "withdrawals"):
-                value = getattr(stats, field)
+            for field in dataclasses.fields(stats):
+                value = getattr(stats, field.name)
                 if isinstance(value, int | float):
-                    yield GaugeMetricFamily(name(f"engine_{field}"), "as Engine.stats() says", value)
+                    yield GaugeMetricFamily(name(f"engine_{field.name}"), "as Engine.stats() says", value)
 
     def _finish(self, output: RequestOutput) -> None:
         metrics = output.metrics

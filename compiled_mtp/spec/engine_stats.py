@@ -74,8 +74,3 @@ class EngineStats:
     images: int = 0
     image_tokens: int = 0
     image_speculation: SpeculationStats | None = None
-
-    @property
-    def withdrawals(self) -> int:
-        """`recomputes` under its old name; the next version drops it."""
-        return self.recomputes

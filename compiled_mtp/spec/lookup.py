@@ -13,7 +13,7 @@ from collections.abc import Hashable
 _TIME_SHARE, _MOST_RISE = 0.2, 1.3
 # The weight of a wide round in the mean number of narrow rounds that one is worth.
 _WORTH_SHARE = 0.1
-# Where wide rounds do not pay, two of them are tried again after so many chances, twice as many each time.
+# Where wide rounds do not pay, two of them are tried again after this many chances, which double each time.
 _FIRST_TRY, _LAST_TRY, _TRY_ROUNDS = 32, 1024, 2
 
 

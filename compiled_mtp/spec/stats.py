@@ -61,11 +61,6 @@ class SpeculationStats:
         return sum(self.accepted_by_index) / proposed if proposed else 0.0
 
     @property
-    def lookup_acceptance(self) -> float:
-        """Accepted drafts / proposed drafts of those that were looked up."""
-        return self.lookup_accepted / self.lookup_drafted if self.lookup_drafted else 0.0
-
-    @property
     def acceptance_by_index(self) -> tuple[float, ...]:
         """Rounds that kept draft i + 1 / rounds that had one."""
         pairs = zip(self.accepted_by_index, self.drafted_by_index, strict=True)

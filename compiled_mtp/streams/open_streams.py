@@ -43,7 +43,7 @@ class OpenStreams:
         use; then none is open.
         """
         num_choices = sum(stream.num_choices for stream in streams)
-        # A running request may have ended after so many seconds.
+        # By then a running request has probably ended.
         retry_after_s = min(60, max(1, math.ceil(self._mean_total_s / max(1, num_running))))
         check_choices(num_choices, self.num_choices, self._max_open, retry_after_s)
         check_image_bytes(streams, self._image_bytes, self._max_image_bytes)

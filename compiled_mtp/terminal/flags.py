@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -116,6 +116,31 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"error: {message}; {remedy or '--help lists the flags'}\n")
 
 
+def count(text: str) -> int:
+    """Parse a flag's integer, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Parse a flag's integers, each at least 1, separated by commas."""
+    return [count(part) for part in text.split(",")]
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return a function that parses a flag's names of `known`, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if not set(names) <= set(known):
+            rule = f"must be of {', '.join(known)}, separated by commas"
+            raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+        return names
+
+    return parse
+
+
 class _HelpAll(argparse.Action):
     """Shows every flag and ends the process."""
 
@@ -169,11 +194,6 @@ def _add_field(group: Any, name: str, info: Any) -> None:
         choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str)]
         options["metavar"] = "|".join(choices) or "X"
     group.add_argument("--" + name.replace("_", "-"), **options)
-
-
-def add_output(parser: Parser, **options: Any) -> None:
-    """Add --output, the flag for the file or directory that a command writes, and its older name --out."""
-    parser.add_argument("--output", "--out", **options)
 
 
 def given(flags: dict[str, Any], model: Any, skip: Collection[str] = ()) -> dict[str, Any]:

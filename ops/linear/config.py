@@ -240,11 +240,6 @@ def whole_size(weight: torch.Tensor, whole_n: int, whole_k: int) -> tuple[int, i
     return whole_n or weight.shape[0], whole_k or weight.shape[1]
 
 
-def is_sum(weight: torch.Tensor, count: int, whole_k: int) -> bool:
-    """Return whether the result is one whole sum, which is rounded, not partials or a column shard's sum."""
-    return count == 1 and (whole_k or weight.shape[1]) == weight.shape[1]
-
-
 def choose(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -13,7 +13,8 @@ import triton
 
 from compiled_mtp.ops.counters import MAX_COUNTERS, zero_counters
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.linear.config import LinearConfig, choose, is_sum
+from compiled_mtp.ops.k_splits import is_sum
+from compiled_mtp.ops.linear.config import LinearConfig, choose
 from compiled_mtp.ops.linear.large_m_config import find_large_m
 from compiled_mtp.ops.linear.large_m_kernel import launch_large_m
 from compiled_mtp.ops.linear.product_kernel import linear_kernel
@@ -82,7 +83,7 @@ def launch_linear_partials(args: Any) -> torch.Tensor:
         whole_sum = prompt_product(x, weight, args.weight_scale, args.stacked, whole)
         return whole_sum if args.stacked else whole_sum[None]
     config = choose(x, weight, whole, False, args.count)
-    out_float32 = args.stacked or not is_sum(weight, args.count, args.whole_k)
+    out_float32 = args.stacked or not is_sum(weight.shape[1], args.count, args.whole_k)
     how = {"keep_partials": True, "resident": args.resident}
     partials = launch_product(config, x, weight, args.weight_scale, out_float32, **how)
     return partials.flatten(0, 1) if args.stacked else partials

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, is_known, wrong_dtype
 from compiled_mtp.ops.fp8 import FP8_BLOCK, dequantize
-from compiled_mtp.ops.k_splits import add_tree, count_cpu_k_splits, count_k_splits, part_counts
-from compiled_mtp.ops.linear.config import is_sum, whole_size
+from compiled_mtp.ops.k_splits import (
+    add_splits,
+    count_cpu_k_splits,
+    count_k_splits,
+    is_sum,
+    new_partials,
+    part_counts,
+)
+from compiled_mtp.ops.linear.config import whole_size
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Like, Remedy
@@ -160,10 +167,8 @@ def _count_fits(
 
 
 def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -> Tensor:
-    if stacked:
-        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
-    dtype = x.dtype if is_sum(weight, count, whole_k) else torch.float32
-    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
+    dtype = x.dtype if is_sum(weight.shape[1], count, whole_k) else torch.float32
+    return new_partials(x, weight, count, stacked, dtype)
 
 
 @operator(
@@ -196,7 +201,7 @@ def linear_partials(
     tree, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and `add_rms_norm` continues that tree. Every P and every
     number of shards therefore give the same bits. A CPU has its own K splits.
     """
-    if is_sum(weight, count, whole_k):
+    if is_sum(weight.shape[1], count, whole_k):
         whole = linear.reference(x, weight, weight_scale, stacked)
         return whole if stacked else whole[None]
     k = whole_k or x.shape[1]
@@ -207,6 +212,4 @@ def linear_partials(
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
         k_splits.append(linear.reference(x[:, columns], weight[:, columns], scale, out_float32=True))
-    size = len(k_splits) // count
-    partials = [add_tree(k_splits[first : first + size]) for first in range(0, len(k_splits), size)]
-    return torch.cat(partials) if stacked else torch.stack(partials)
+    return add_splits(k_splits, count, stacked)

@@ -1,6 +1,5 @@
 """x @ weight.T with weights in blocks of scaled codes and rows as they are."""
 
-from compiled_mtp.ops.linear_blocks.config import count_partials
 from compiled_mtp.ops.linear_blocks.reference import (
     block_rows,
     linear_blocks,
@@ -10,7 +9,6 @@ from compiled_mtp.ops.linear_blocks.reference import (
 
 __all__ = [
     "block_rows",
-    "count_partials",
     "linear_blocks",
     "linear_blocks_partials",
     "linear_blocks_silu_mul",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compiled_mtp.ops.k_splits import count_k_splits
+from compiled_mtp.ops.k_splits import count_k_splits, is_sum
 from compiled_mtp.ops.left_config import form_of_kind
 from compiled_mtp.ops.left_launch import launch_left_partials, launch_left_product
 from compiled_mtp.ops.left_operand import LeftWeight
@@ -32,8 +32,8 @@ def launch_linear_blocks_silu_mul(args: Any) -> torch.Tensor:
 def launch_linear_blocks_partials(args: Any) -> torch.Tensor:
     x = args.x
     k, whole = x.shape[1], args.whole_k or x.shape[1]
-    is_sum = args.count == 1 and k == whole
-    dtype = x.dtype if is_sum and not args.stacked else torch.float32
+    is_rounded = is_sum(k, args.count, whole) and not args.stacked
+    dtype = x.dtype if is_rounded else torch.float32
     if args.prefill:
         sums = launch_prefill(x, values_of(args.weight, args.weight_scale, args.kind), dtype)
         return sums if args.stacked else sums[None]

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products, values
-from compiled_mtp.ops.checks import fail, is_known
-from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.coded_weight import check_count, check_kind, new_product, new_sums
+from compiled_mtp.ops.k_splits import add_splits, count_k_splits, is_sum
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
@@ -29,22 +30,10 @@ LAUNCHES = (
 
 
 def _weight_fits(kind: str, K: int, W: int, U: int, S: int, N: int) -> None:
-    if kind not in KINDS:
-        raise fail("kind", f"be one of {', '.join(KINDS)}", kind, "multiply the weight out")
-    form = KINDS[kind]
-    if K % UNIT or K // UNIT * form.words != W or N % ROWS:
-        rule = f"have {form.words} words per {UNIT} of {K} columns, and a multiple of {ROWS} rows"
-        raise fail("weight", rule, [N, W], PACK)
-    if (form.units(K), form.fields) != (U, S):
-        rule = f"have {form.units(K)} units of {form.fields} numbers"
-        raise fail("weight_scale", rule, f"{U} of {S}", PACK_SCALES)
+    check_kind(("kind", "weight", "weight_scale"), kind, (N, K, W), (U, S), (PACK, PACK_SCALES))
 
 
-def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if out_float32 else x.dtype)
-
-
-@operator(launches=LAUNCHES, check=_weight_fits, fake=_product)
+@operator(launches=LAUNCHES, check=_weight_fits, fake=new_product)
 def linear_blocks(
     x: Rows, weight: Words, weight_scale: Scales, kind: str, out_float32: bool = False, prefill: bool = False
 ) -> Annotated[Tensor, "M N", (torch.float32, BF16)]:
@@ -112,32 +101,10 @@ def _count_fits(
     N: int,
 ) -> None:
     _weight_fits(kind, K, W, U, S, N)
-    whole = whole_k or K
-    if whole % K or K * count_k_splits(whole) % whole:
-        raise fail(
-            "whole_k", f"be a multiple of {K} in whole K splits", whole_k, "pass K of the whole weight"
-        )
-    if prefill and whole > K and weight.is_cuda:
-        remedy = "its order for prompts has no K splits there: pass the whole weight"
-        raise fail("prefill", "be False for a shard of a weight's columns on a GPU", prefill, remedy)
-    counts = part_counts(K, whole) if weight.is_cuda else (1,)
-    if is_known(count) and count not in counts:
-        remedy = "pass count_partials(weight, rows, kind, whole_k)"
-        raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
+    check_count(weight, count, whole_k, prefill, K)
 
 
-def _is_sum(x: Tensor, count: int, whole_k: int) -> bool:
-    return count == 1 and (whole_k or x.shape[1]) == x.shape[1]
-
-
-def _partials(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -> Tensor:
-    if stacked:
-        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
-    dtype = x.dtype if _is_sum(x, count, whole_k) else torch.float32
-    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
-
-
-@operator(launches=LAUNCHES, check=_count_fits, fake=_partials)
+@operator(launches=LAUNCHES, check=_count_fits, fake=new_sums)
 def linear_blocks_partials(
     x: Rows,
     weight: Words,
@@ -155,7 +122,7 @@ def linear_blocks_partials(
     factor per row multiplies the sum of each K split. The K splits are added as a tree (ops.k_splits): every
     P gives the same bits.
     """
-    if _is_sum(x, count, whole_k):
+    if is_sum(x.shape[1], count, whole_k):
         whole = linear_blocks.reference(x, weight, weight_scale, kind, stacked, prefill)
         return whole if stacked else whole[None]
     k = x.shape[1]
@@ -163,9 +130,7 @@ def linear_blocks_partials(
     values, factor = _multiplied(weight, weight_scale, kind, prefill)
     parts = zip(x.chunk(k_splits, 1), values.chunk(k_splits, 1), strict=True)
     sums = [_sums(part.float(), value, factor) for part, value in parts]
-    size = k_splits // count
-    partials = [add_tree(sums[first : first + size]) for first in range(0, k_splits, size)]
-    return torch.cat(partials) if stacked else torch.stack(partials)
+    return add_splits(sums, count, stacked)
 
 
 def _rows_fit(kind: str, W: int, U: int, S: int, N: int) -> None:

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.checks import fail, is_known
+from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.coded_weight import check_count, new_product, new_sums
 from compiled_mtp.ops.int4 import GROUPS, ROWS, UNIT, dequantize
-from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
+from compiled_mtp.ops.k_splits import add_splits, count_k_splits, is_sum
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import CONTIGUOUS, Remedy
@@ -37,11 +38,7 @@ def _weight_fits(K: int, W: int, G: int, N: int) -> None:
         raise fail("weight_scale", rule, f"{G} groups", PACK_GROUPS)
 
 
-def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if out_float32 else x.dtype)
-
-
-@operator(launches=LAUNCHES, check=_weight_fits, fake=_product)
+@operator(launches=LAUNCHES, check=_weight_fits, fake=new_product)
 def linear_w4a16(
     x: Rows, weight: Words, weight_scale: Groups, out_float32: bool = False, prefill: bool = False
 ) -> Annotated[Tensor, "M N", (torch.float32, BF16)]:
@@ -74,32 +71,10 @@ def _count_fits(
     weight: Tensor, count: int, whole_k: int, prefill: bool, K: int, W: int, G: int, N: int
 ) -> None:
     _weight_fits(K, W, G, N)
-    whole = whole_k or K
-    if whole % K or K * count_k_splits(whole) % whole:
-        raise fail(
-            "whole_k", f"be a multiple of {K} in whole K splits", whole_k, "pass K of the whole weight"
-        )
-    if prefill and whole > K and weight.is_cuda:
-        remedy = "its order for prompts has no K splits there: pass the whole weight"
-        raise fail("prefill", "be False for a shard of a weight's columns on a GPU", prefill, remedy)
-    counts = part_counts(K, whole) if weight.is_cuda else (1,)
-    if is_known(count) and count not in counts:
-        remedy = "pass count_partials(weight, rows, whole_k)"
-        raise fail("count", f"be one of {counts} for this weight and device", count, remedy)
+    check_count(weight, count, whole_k, prefill, K)
 
 
-def _is_sum(x: Tensor, count: int, whole_k: int) -> bool:
-    return count == 1 and (whole_k or x.shape[1]) == x.shape[1]
-
-
-def _partials(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -> Tensor:
-    if stacked:
-        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
-    dtype = x.dtype if _is_sum(x, count, whole_k) else torch.float32
-    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
-
-
-@operator(launches=LAUNCHES, check=_count_fits, fake=_partials)
+@operator(launches=LAUNCHES, check=_count_fits, fake=new_sums)
 def linear_w4a16_partials(
     x: Rows,
     weight: Words,
@@ -115,13 +90,11 @@ def linear_w4a16_partials(
     and x those columns. count = P, whole_k, prefill, stacked and the result: as `linear_partials` has them.
     The K splits are added as a tree (ops.k_splits): every P gives the same bits.
     """
-    if _is_sum(x, count, whole_k):
+    if is_sum(x.shape[1], count, whole_k):
         whole = linear_w4a16.reference(x, weight, weight_scale, stacked)
         return whole if stacked else whole[None]
     k = x.shape[1]
     k_splits = count_k_splits(whole_k or k) * k // (whole_k or k)
     values = dequantize(weight, weight_scale).chunk(k_splits, 1)
     sums = [F.linear(part.float(), value) for part, value in zip(x.chunk(k_splits, 1), values, strict=True)]
-    size = k_splits // count
-    partials = [add_tree(sums[first : first + size]) for first in range(0, k_splits, size)]
-    return torch.cat(partials) if stacked else torch.stack(partials)
+    return add_splits(sums, count, stacked)

@@ -5,12 +5,11 @@ Both routes of a weight, in FP8 or multiplied out at load, compute the same.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from compiled_mtp.ops.cpu_product import product
 from compiled_mtp.ops.fp8 import FP8_BLOCK, quantized_values
-from compiled_mtp.ops.k_splits import add_tree, count_k_splits
+from compiled_mtp.ops.k_splits import add_splits, count_k_splits
 from compiled_mtp.ops.linear_w8a8.config import parts_dtype
 
 
@@ -39,10 +38,5 @@ def linear_w8a8_partials(
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
         k_splits.append(product(values[:, columns], weight[:, columns], scale))
-    size = len(k_splits) // count
-    partials = torch.stack(
-        [add_tree(k_splits[first : first + size]) for first in range(0, len(k_splits), size)]
-    )
-    return (
-        partials.flatten(0, 1) if stacked else partials.to(parts_dtype(weight, count, whole_k, out_float32))
-    )
+    partials = add_splits(k_splits, count, stacked)
+    return partials if stacked else partials.to(parts_dtype(weight, count, whole_k, out_float32))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_mtp.ops.checks import fail, is_known
 from compiled_mtp.ops.fp8 import FP8_BLOCK
-from compiled_mtp.ops.k_splits import add_tree, count_k_splits, part_counts
+from compiled_mtp.ops.k_splits import add_splits, count_k_splits, new_partials, part_counts
 from compiled_mtp.ops.linear_w8a8.config import parts_dtype
 from compiled_mtp.ops.registry import Launch, operator
 from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, Remedy
@@ -52,10 +52,7 @@ def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
 
 
 def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, out_float32: bool, stacked: bool) -> Tensor:
-    if stacked:
-        return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
-    dtype = parts_dtype(weight, count, whole_k, out_float32)
-    return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)
+    return new_partials(x, weight, count, stacked, parts_dtype(weight, count, whole_k, out_float32))
 
 
 def sum_blocks(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
@@ -100,8 +97,8 @@ def linear_w8a8_partials(
 ) -> Annotated[Tensor, "... N", (torch.float32, torch.bfloat16)]:
     """A product before a norm: `linear_w8a8` in P = count parts, which the norm adds up.
 
-    Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds some neighbouring
-    shares of the columns, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
+    Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds neighbouring K
+    splits, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
     sum, in bfloat16 unless `out_float32`; `stacked` as `linear_partials` has it. The K splits are added as a
     tree (ops.k_splits): every P gives the same bits.
     """
@@ -112,10 +109,5 @@ def linear_w8a8_partials(
         blocks = slice(first // FP8_BLOCK, (first + length) // FP8_BLOCK)
         scale = None if weight_scale is None else weight_scale[:, blocks]
         k_splits.append(sum_blocks(x[:, columns], x_scale[:, blocks], weight[:, columns], scale))
-    size = len(k_splits) // count
-    partials = torch.stack(
-        [add_tree(k_splits[first : first + size]) for first in range(0, len(k_splits), size)]
-    )
-    return (
-        partials.flatten(0, 1) if stacked else partials.to(parts_dtype(weight, count, whole_k, out_float32))
-    )
+    partials = add_splits(k_splits, count, stacked)
+    return partials if stacked else partials.to(parts_dtype(weight, count, whole_k, out_float32))

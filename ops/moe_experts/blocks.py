@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_mtp.ops.blocks import KINDS, ROWS, UNIT, products
-from compiled_mtp.ops.checks import fail
+from compiled_mtp.ops.blocks import KINDS, products
+from compiled_mtp.ops.coded_weight import check_kind
 from compiled_mtp.ops.moe_experts.halves import Ids, Weights, experts_fences
 from compiled_mtp.ops.numerics import silu
 from compiled_mtp.ops.registry import operator
@@ -22,15 +22,8 @@ _SHARED = Remedy("pass the shared expert's weights in bfloat16")
 
 
 def _fits(name: str, kind: str, rows: int, columns: int, words: int, units: int, fields: int) -> None:
-    if kind not in KINDS:
-        raise fail(f"{name}_kind", f"be one of {', '.join(KINDS)}", kind, "multiply the experts out")
-    form = KINDS[kind]
-    if columns % UNIT or columns // UNIT * form.words != words or rows % ROWS:
-        rule = f"have {form.words} words per {UNIT} of {columns} columns, and a multiple of {ROWS} rows"
-        raise fail(name, rule, [rows, words], _STACK.text)
-    if (form.units(columns), form.fields) != (units, fields):
-        rule = f"have {form.units(columns)} units of {form.fields} numbers"
-        raise fail(f"{name}_scale", rule, f"{units} of {fields}", _SCALES.text)
+    names, remedies = (f"{name}_kind", name, f"{name}_scale"), (_STACK.text, _SCALES.text)
+    check_kind(names, kind, (rows, columns, words), (units, fields), remedies)
 
 
 def _experts_fit(

@@ -83,7 +83,8 @@ def _sums_groups_fit(hidden: Tensor, down: Tensor, down_scale: Tensor | None, N:
         raise fail("down", f"have a multiple of {FP8_BLOCK} rows", N, "cut it between its blocks")
 
 
-def _hidden_rows(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
+def new_hidden(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
+    """Allocate hidden values [M * slots, I]."""
     return x.new_empty((ids.numel(), gate_up.shape[1] // 2))
 
 
@@ -92,7 +93,8 @@ def _hidden_groups(x: Tensor, ids: Tensor, gate_up: Tensor) -> tuple[Tensor, Ten
     return x.new_empty((pairs, inner)), x.new_empty((pairs, inner // FP8_BLOCK), dtype=F32)
 
 
-def _sums(hidden: Tensor, ids: Tensor, down: Tensor) -> Tensor:
+def new_sums(hidden: Tensor, ids: Tensor, down: Tensor) -> Tensor:
+    """Allocate weighted sums [M, N]."""
     return hidden.new_empty((ids.shape[0], down.shape[1]))
 
 
@@ -135,7 +137,7 @@ def _multiply_down(
 @operator(
     launches=fences("plan_kernel", "gate_up_kernel"),
     check=_hidden_fits,
-    fake=_hidden_rows,
+    fake=new_hidden,
     has_cpu_route=True,
 )
 def moe_hidden(
@@ -157,7 +159,7 @@ def moe_hidden(
 @operator(
     launches=sums_fences("down_kernel"),
     check=_sums_fit,
-    fake=_sums,
+    fake=new_sums,
     has_cpu_route=True,
 )
 def moe_sums(

@@ -15,6 +15,8 @@ from compiled_mtp.ops.moe_experts.halves import (
     Weights,
     experts_fences,
     fences,
+    new_hidden,
+    new_sums,
     sorted_pairs,
     sums_fences,
 )
@@ -94,15 +96,7 @@ def _sums_fit(I: int, N: int, D: int) -> None:  # noqa: E741 - the name in the a
         raise fail("down", f"have a multiple of {ROWS} rows", N, "cut it between its blocks of rows")
 
 
-def _hidden(x: Tensor, ids: Tensor, gate_up: Tensor) -> Tensor:
-    return x.new_empty((ids.numel(), gate_up.shape[1] // 2))
-
-
-def _sums(hidden: Tensor, ids: Tensor, down: Tensor) -> Tensor:
-    return hidden.new_empty((ids.shape[0], down.shape[1]))
-
-
-@operator(launches=fences("plan_kernel", "gate_up_codes_kernel"), check=_hidden_fits, fake=_hidden)
+@operator(launches=fences("plan_kernel", "gate_up_codes_kernel"), check=_hidden_fits, fake=new_hidden)
 def moe_hidden_w4a16(
     x: Annotated[Tensor, "M H", BF16],
     ids: Ids,
@@ -122,7 +116,7 @@ def moe_hidden_w4a16(
 @operator(
     launches=sums_fences("down_codes_kernel"),
     check=_sums_fit,
-    fake=_sums,
+    fake=new_sums,
 )
 def moe_sums_w4a16(
     hidden: Annotated[Tensor, "pairs I", BF16, CONTIGUOUS, _HIDDEN],

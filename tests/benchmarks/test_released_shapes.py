@@ -14,6 +14,7 @@ from compiled_mtp.models.scaled_codes import made_up_coded_formats
 from compiled_mtp.models.weight_format import coded_part
 from compiled_mtp.models.weights import count_parameters, read_formats
 from compiled_mtp.ops.blocks import KINDS, values
+from compiled_mtp.ops.int4 import dequantize
 from tests.checkpoints import allocate
 
 CPU = torch.device("cpu")
@@ -53,3 +54,20 @@ def test_random_codes_have_finite_values(kind: str) -> None:
             assert found.isfinite().all(), name
             assert found.abs().max() > 0, name
             first += part.rows
+
+
+@pytest.mark.parametrize("experts", [0, 3])
+def test_random_four_bit_values_have_the_mean_zero(experts: int) -> None:
+    # With another mean outputs are alike, and so are the tokens of a random model.
+    rows, columns, group = 64, 1024, 128
+    lead = (experts,) if experts else ()
+    weight = torch.empty(*lead, rows, columns // 4, dtype=torch.int16)
+    scale = torch.empty(*lead, columns // group, rows, 2, dtype=torch.float16)
+    torch.manual_seed(0)
+    tool.fill_random({"weight": weight, "weight_scale": scale})
+    pairs = zip(weight, scale, strict=True) if experts else [(weight, scale)]
+    for words, groups in pairs:
+        found = dequantize(words, groups)
+        # Four standard errors of the mean of all values.
+        assert found.mean().abs() < 4 * found.std() * found.numel() ** -0.5
+        assert found.std() == pytest.approx(0.7 * columns**-0.5, rel=0.25)

@@ -83,7 +83,47 @@ def test_failures_are_counted(server: Running, capsys: pytest.CaptureFixture[str
     code, found = output_of(capsys, "--url", server.url, "--num-requests", "2", "--model", "none")
     assert (code, found["failed"]) == (1, 2)
     assert found["first_error"].startswith("404")
-    assert tool.main(["--url", "http://127.0.0.1:1"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "got"),
+    [
+        (
+            "http://127.0.0.1:1",
+            "got http://127.0.0.1:1: ConnectError('All connection attempts failed'); start it",
+        ),
+        ("localhost:8000", "got localhost:8000: UnsupportedProtocol("),
+        ("http://a:b", "got http://a:b: InvalidURL("),
+    ],
+)
+def test_a_server_that_does_not_answer_is_named(
+    capsys: pytest.CaptureFixture[str], url: str, got: str
+) -> None:
+    assert tool.main(["--url", url]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: url must name a server that answers, {got}")
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (None, "[Errno 2] No such file or directory: "),
+        ("", "prompts must have a prompt or messages per line, got "),
+        ('{"prompt": "a"}\n{"prompt"', "prompts must be JSON, one object per line, got "),
+        ('{"prompt": "a"}\n"prompt"', "prompts must have a prompt or messages per line, got "),
+        ("5", "prompts must have a prompt or messages per line, got "),
+    ],
+)
+def test_a_wrong_file_of_prompts_is_named(
+    server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None, got: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_text(content)
+    assert tool.main(["--url", server.url, "--prompts", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {got}")
+    assert str(file) in line
 
 
 def test_sweep(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +151,11 @@ def test_exact_match(server: Running, capsys: pytest.CaptureFixture[str], tmp_pa
     [
         (("--concurrency", "0"), "argument --concurrency: must be an integer from 1 on, got '0'"),
         (("--sweep", "2,0"), "argument --sweep: must be an integer from 1 on, got '0'"),
-        (("--rate", "-1"), "rate must be a number above 0, got -1.0"),
+        (("--rate", "0"), "rate must be a number above 0, got 0.0"),
+        (("--rate", "inf"), "argument --rate: must be a number from 0 on, got 'inf'"),
+        (("--max-tokens", "0"), "argument --max-tokens: must be an integer from 1 on, got '0'"),
+        (("--temperature", "nan"), "argument --temperature: must be a number from 0 on, got 'nan'"),
+        (("--ttft-slo-ms", "-1"), "argument --ttft-slo-ms: must be a number from 0 on, got '-1'"),
         (("--num-requests", "0"), "argument --num-requests: must be an integer from 1 on, got '0'"),
         (("--against", "http://x"), "against must come with exact_match"),
         (
@@ -157,3 +201,8 @@ def test_a_server_that_lists_no_model_is_quoted(
     monkeypatch.setattr(tool.httpx, "AsyncClient", lambda **given: make(transport=transport, **given))
     assert tool.main(["--url", "http://server"]) == 2
     assert "must list a model, got 401" in capsys.readouterr().err
+    # Not this service: an answer of another form.
+    for content in ("<html>", "[]", '{"data": []}', '{"data": [{}]}'):
+        transport.handler = lambda request, content=content: httpx.Response(200, text=content)
+        assert tool.main(["--url", "http://server"]) == 2
+        assert f"error: http://server must list a model, got 200: {content}" in capsys.readouterr().err

@@ -259,3 +259,10 @@ def test_a_file_without_rows_or_fields_is_refused(tmp_path: Path) -> None:
     for rows, got in (([], "no row"), ([ROW, torn], "none of \\['device'\\]")):
         with pytest.raises(ValueError, match=f"beside must hold rows with .*, got {got}"):
             read(write(tmp_path / "rows", *rows))
+
+
+def test_weights_have_one_format(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool.make_parser().parse_args(["--shape", "4b", "--fp8", "--int4"])
+    assert ended.value.code == 2
+    assert "argument --int4: not allowed with argument --fp8" in capsys.readouterr().err

@@ -78,9 +78,9 @@ def test_matrices_of_other_sizes_stay_plain_and_the_engine_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = write_checkpoint(tmp_path / "plain", intermediate_size=192, tokenizer=True)
-    assert main(["quantize", str(plain), str(tmp_path / "out")]) == 0
+    assert main(["quantize", str(plain), "--output", str(tmp_path / "out")]) == 0
     told = json.loads(capsys.readouterr().out)
-    out = Path(told["out"])
+    out = Path(told["output"])
     config = json.loads((out / "config.json").read_text())
     kept = config["quantization_config"]["modules_to_not_convert"]
     assert told["kept"] == len(kept)
@@ -145,7 +145,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_file(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(quantize, "save_file", fail)
-    assert main(["quantize", str(plain), str(tmp_path / "out")]) == 2
+    assert main(["quantize", str(plain), "--output", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith(
         f"error: output must have room for the weights, got {tmp_path}/out ("
     )
@@ -174,30 +174,10 @@ def test_a_repository_of_the_hub_is_a_checkpoint_too(
     assert (tmp_path / "made" / "config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["{new}"], 0, ""),
-        (["--output={new}"], 0, ""),
-        (["--out={new}"], 0, ""),
-        ([], 2, "error: output must be given once, got neither; name the directory to make with --output"),
-        (["{new}", "--output=x"], 2, "error: output must be given once, got {new} and x; name the directory"),
-    ],
-)
-def test_the_output_has_one_name_and_older_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
-) -> None:
-    plain, new = write_checkpoint(tmp_path / "plain"), tmp_path / "new"
-    given = [word.format(new=new) for word in words]
-    assert main(["quantize", str(plain), *given]) == code
-    assert capsys.readouterr().err.startswith(said.format(new=new))
-    assert new.exists() == (code == 0)
-
-
 def test_without_numpy_the_command_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
-    assert main(["quantize", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert main(["quantize", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
     said = "error: numpy must be installed to write a checkpoint, got none; pip install numpy\n"
     assert capsys.readouterr().err == said

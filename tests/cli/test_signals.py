@@ -32,13 +32,13 @@ raise RuntimeError("the import went on")
         ("torch", ("run", "--prompt", "x"), signal.SIGINT, 130),
         ("torch", ("chat",), signal.SIGINT, 130),
         ("torch", ("serve", "--port", "0"), signal.SIGTERM, 143),
-        ("torch", ("export", "--out", "x.zip"), signal.SIGTERM, 143),
-        ("torch", ("quantize", "a", "b"), signal.SIGINT, 130),
+        ("torch", ("export", "--output", "x.zip"), signal.SIGTERM, 143),
+        ("torch", ("quantize", "a", "--output", "b"), signal.SIGINT, 130),
         # Imported while the command is looked up.
         ("tqdm", ("run", "--prompt", "x"), signal.SIGINT, 130),
         ("argparse", (), signal.SIGTERM, 143),
         # After torch, and before any object is made that would stay.
-        ("tokenizers", ("export", "--out", "x.zip"), signal.SIGINT, 130),
+        ("tokenizers", ("export", "--output", "x.zip"), signal.SIGINT, 130),
     ],
 )
 def test_a_signal_ends_an_import_at_once(

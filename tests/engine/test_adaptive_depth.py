@@ -56,8 +56,8 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
 
 
 def force(engine: Engine, depths: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine._depths is not None
-    monkeypatch.setattr(engine._depths.controller, "choose", lambda bucket, context: next(depths))
+    assert engine._steps.depths is not None
+    monkeypatch.setattr(engine._steps.depths.controller, "choose", lambda bucket, context: next(depths))
 
 
 @given(depths=st.lists(st.sampled_from(DEPTHS), min_size=1, max_size=30))
@@ -95,9 +95,9 @@ def test_a_result_that_is_ready_before_its_read_is_late(
     engine: Engine, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events as on a GPU, some already done when the host asks."""
-    assert engine._depths is not None
+    assert engine._steps.depths is not None
     runner, turns, expected, found = engine.runner, cycle([True, False, False]), [], []
-    make, read = runner._make_buffer, engine._depths.read
+    make, read = runner._make_buffer, engine._steps.depths.read
 
     class Event:
         def query(self) -> bool:
@@ -114,7 +114,7 @@ def test_a_result_that_is_ready_before_its_read_is_late(
 
     monkeypatch.setattr(runner, "_free_buffers", {})
     monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(make(shape), ready=Event()))
-    monkeypatch.setattr(engine._depths, "read", note)
+    monkeypatch.setattr(engine._steps.depths, "read", note)
     add_all(engine)
     assert run_to_end(engine) == streams
     assert found == expected

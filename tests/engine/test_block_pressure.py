@@ -98,7 +98,7 @@ def test_a_pool_for_one_and_a_half_requests_runs_all(
     options = {"mtp_step": mtp_step, "max_in_flight": max_in_flight, "offload_gb": offload_gb}
     engine = engine_of(checkpoint, FEW_BLOCKS, lookup="off", **options)
     # Reserve as few tokens ahead as possible, so that requests are preempted again and again.
-    engine.scheduler._planner._admission.tokens_ahead = 0
+    engine.scheduler._planner.admission.tokens_ahead = 0
     order: list[str] = []
     check(checkpoint, run(engine, order))
     # All requests but the grammar's have the same length.
@@ -115,7 +115,7 @@ def test_copies_that_take_longer_than_launches_change_no_token(
     monkeypatch.setattr("compiled_mtp.cache.moves.CopyStream", LateCopyStream)
     sizes = {"num_blocks": FEW_BLOCKS, "max_batch": 4, "mtp_step": 3, "lookup": "off"}
     engine = make_engine(checkpoint, max_in_flight=1, offload_gb=0.5, **sizes)
-    engine.scheduler._planner._admission.tokens_ahead = 0
+    engine.scheduler._planner.admission.tokens_ahead = 0
     check(checkpoint, run(engine))
     assert engine.stats().offloads > 1
     # After an interrupt in the middle of a copy, the waiting requests go on.

@@ -268,7 +268,7 @@ def test_an_interrupt_inside_generate_takes_no_output_of_other_requests(
     engine.add_request(prompt_token_ids=PROMPTS["a"], params=PARAMS, request_id="a")
     engine._advance()
     engine._advance()
-    assert engine.scheduler._outputs
+    assert engine.scheduler._live.outputs
     with pytest.raises(KeyboardInterrupt):
         engine._take_outputs(Interrupting())
     with (

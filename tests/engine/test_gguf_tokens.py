@@ -39,6 +39,11 @@ def test_a_bfloat16_file_gives_the_tokens_of_its_checkpoint(name: str, dtype: st
     assert len({tuple(tokens) for tokens in got}) == len(got)
 
 
+def test_a_file_of_ollama_gives_the_tokens_of_its_checkpoint(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64, **SHAPES["dense-r3"])
+    assert tokens_of(write_gguf(source, tmp_path / "model.gguf", ollama=True)) == tokens_of(source)
+
+
 @pytest.mark.parametrize("name", ["next", "dense-r3", "moe"])
 def test_a_mixture_gives_the_tokens_of_its_values(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -6,9 +6,7 @@ Every request is told how it ended, and later requests have exactly the tokens t
 from __future__ import annotations
 
 import itertools
-import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,23 +16,30 @@ import pytest
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.plan import StepPlan
-from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.request import RequestOutput
 from compiled_mtp.rounds.two_phase import TwoPhaseRound
-from compiled_mtp.scheduler.turn import Turn
 from tests.aimed import Aim, Line
 from tests.checkpoints import write_checkpoint
+from tests.engine.interrupts import (
+    NAMES,
+    PLAIN,
+    REQUESTS,
+    SCORED,
+    VOCAB,
+    Scenario,
+    Told,
+    add_all,
+    attack,
+    by_generate,
+    by_steps,
+    by_stream,
+    check,
+    drain,
+    salted,
+    sample,
+)
 from tests.engines import make_engine, prompt_of
 
-VOCAB = 512
-PLAIN = SamplingParams(max_tokens=4, temperature=0.8, seed=5, ignore_eos=True)
-GUIDED = SamplingParams(max_tokens=4, temperature=1.0, seed=6, guided_regex="[a-f ]{20,30}")
-SCORED = PLAIN.model_copy(update={"logprobs": 2, "logprobs_mode": "processed", "n": 2})
-# The long prompt has whole chunks, so it has keys in the prefix cache; the third request waits for a slot.
-REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
-    "plain": (prompt_of(130, 1, VOCAB), PLAIN),
-    "guided": (prompt_of(20, 2, VOCAB), GUIDED),
-    "scored": (prompt_of(70, 3, VOCAB), SCORED),
-}
 HOST = (
     "engine.py",
     "request",
@@ -49,27 +54,6 @@ HOST = (
 PROGRAMS = ("runner/programs.py", "runner/static_inputs.py", "rounds")
 LAUNCHES = (*PROGRAMS, "step.py", "cache/moves.py", "cache/slot_sampling.py")
 CHEAP, SOAK = 2, 300
-NAMES = itertools.count()
-
-Scenario = Callable[[Engine, "Told"], None]
-
-
-class Told:
-    """All that the outputs of an engine's requests have told."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.reasons: dict[tuple[str, int], str] = {}
-        # The kind of each request in REQUESTS, by request id.
-        self.asked: dict[str, str] = {}
-
-    def take(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            key = (output.request_id, output.index)
-            assert key not in self.reasons, "output after the end"
-            self.tokens.setdefault(key, []).extend(output.new_token_ids)
-            if output.finish_reason is not None:
-                self.reasons[key] = output.finish_reason
 
 
 @pytest.fixture(scope="module")
@@ -98,91 +82,6 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
     )
 
 
-def salted(params: SamplingParams, salt: str) -> SamplingParams:
-    """Return the parameters with a salt, so that the request shares no cached prefix with earlier ones."""
-    return params.model_copy(update={"cache_salt": salt})
-
-
-def add_all(engine: Engine, told: Told) -> None:
-    salt = str(next(NAMES))
-    for name, (prompt, params) in REQUESTS.items():
-        request_id, own = f"{name} {salt}", salted(params, salt)
-        engine.add_request(prompt_token_ids=prompt, params=own, request_id=request_id)
-        told.asked[request_id] = name
-
-
-def drain(engine: Engine, told: Told) -> None:
-    for _ in range(200):
-        if not engine.has_unfinished_requests():
-            return
-        told.take(engine.step())
-    raise AssertionError("a request waits for ever")
-
-
-def by_steps(engine: Engine, told: Told) -> None:
-    add_all(engine, told)
-    drain(engine, told)
-
-
-def by_generate(engine: Engine, told: Told) -> None:
-    """While requests of other callers run, which generate must leave alone."""
-    add_all(engine, told)
-    told.take(engine.step())
-    salt = str(next(NAMES))
-    prompts = [prompt for prompt, _ in REQUESTS.values()]
-    engine.generate(prompts, [salted(params, salt) for _, params in REQUESTS.values()])
-
-
-def by_stream(engine: Engine, told: Told) -> None:
-    """While other requests run, whose outputs only `step` gives and of which one ends within the stream."""
-    add_all(engine, told)
-    prompt, params = REQUESTS["guided"]
-    list(engine.stream(prompt_token_ids=prompt, params=params))
-
-
-def check(engine: Engine, told: Told, expected: dict[str, list[list[int]]], where: object) -> None:
-    """Check that every request was told its end, that all resources are free, and that later tokens are
-    right."""
-    assert not engine.has_unfinished_requests()
-    stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0), where
-    engine.scheduler.check_integrity()
-    assert not engine._streams, where
-    for request_id, name in told.asked.items():
-        for index, tokens in enumerate(expected[name]):
-            key = (request_id, index)
-            assert key in told.reasons, f"{request_id} was never told how it ended: {where}"
-            got = told.tokens.get(key, [])
-            if told.reasons[key] == "error":
-                assert got == tokens[: len(got)], where
-            else:
-                assert got == tokens, where
-    # Requests without a grammar first: a mask left over from a grammar would forbid their tokens.
-    for names in (("plain", "scored"), ("guided",)):
-        prompts, params = zip(*(REQUESTS[name] for name in names), strict=True)
-        salt = f"later {next(NAMES)}"
-        outputs = engine.generate(prompts, [salted(one, salt) for one in params])
-        wanted = [tokens for name in names for tokens in expected[name]]
-        assert [output.new_token_ids for output in outputs] == wanted, where
-
-
-def attack(engine: Engine, scenario: Scenario, aim: Aim, told: Told) -> None:
-    """Play a scenario with an error aimed at one of its lines, then step until no request is left."""
-    with aim.watching():
-        try:
-            scenario(engine, told)
-        except KeyboardInterrupt:
-            assert aim.is_hit
-    drain(engine, told)
-    # Another step forgets ended requests.
-    told.take(engine.step())
-
-
-def sample(targets: Sequence[Line], count: int, seed: int = 0) -> Iterator[Line]:
-    """Return `count` targets, or all, in a random order."""
-    return iter(random.Random(seed).sample(list(targets), min(count, len(targets))))
-
-
 SCENARIOS: dict[str, Scenario] = {"step": by_steps, "generate": by_generate, "stream": by_stream}
 
 
@@ -202,12 +101,13 @@ def test_an_interrupt_at_any_line_loses_nothing(
 
 HANDING_OVER = ("hand_over", "add", "enter", "put", "discard", "forget", "_tidy", "_queue_all", "generate")
 STEPPING = ("step", "take", "leave", "is_over", "_tidy", "_advance", "_take_outputs")
+STREAMING = ("_stream", "_next_outputs", "put", "end_left_streams")
 LAUNCHING = ("accept", "write_masks", "verify", "set_masks", "first")
 FEW = {
     "keys of a prompt": (by_steps, ("scheduler/prefix.py",), ("_keys_of",)),
     "hand-over": (by_generate, ("engine.py", "scheduler"), HANDING_OVER),
     "step": (by_steps, ("engine.py", "scheduler/turn.py"), STEPPING),
-    "stream": (by_stream, ("engine.py",), ("_stream", "_next_outputs")),
+    "stream": (by_stream, ("engine.py", "scheduler/inbox.py"), STREAMING),
     "accept": (by_steps, (*PROGRAMS, "runner/runner.py"), LAUNCHING),
 }
 
@@ -249,7 +149,7 @@ def test_a_waiting_prompt_keeps_all_its_keys_or_none(engine: Engine) -> None:
 
 def test_an_interrupt_of_an_idle_step_leaves_the_engine_free(engine: Engine) -> None:
     """At any line: neither this thread nor another is blocked."""
-    files = ("engine.py", "scheduler/turn.py", "scheduler/inbox.py")
+    files = ("engine.py", "runner/step_loop.py", "scheduler/turn.py", "scheduler/inbox.py")
     watch = Aim(files)
     with watch.watching():
         engine.step()
@@ -269,7 +169,7 @@ def test_an_interrupt_of_a_hand_over_leaves_no_request(engine: Engine) -> None:
     """For `generate`, whose caller has no request ids to abort."""
     files = (
         "engine.py",
-        *(f"scheduler/{name}.py" for name in ("inbox", "scheduler", "waiting_queue", "planner")),
+        *(f"scheduler/{name}.py" for name in ("inbox", "scheduler", "waiting_queue", "admission")),
     )
     functions = {"hand_over", "add", "enter", "put", "discard", "_queue_all", "_advance"}
     prompts = [prompt_of(20, 1, VOCAB), prompt_of(9, 2, VOCAB)]
@@ -333,7 +233,7 @@ def test_a_failure_to_fill_masks_ends_only_its_own_requests(
     error: Exception,
 ) -> None:
     """`step` must not raise: the server would end with it."""
-    owner, name = (engine._masks, "fill") if what == "making" else (engine.runner, "_upload_masks")
+    owner, name = (engine._steps.masks, "fill") if what == "making" else (engine.runner, "_upload_masks")
     work, calls = getattr(owner, name), itertools.count()
 
     def failing(plan: StepPlan, *given: object) -> object:
@@ -435,12 +335,11 @@ def test_a_second_interrupt_inside_recover_loses_nothing(
         drain(engine, told)
         return told
 
-    files = ("engine.py", "runner/runner.py", *PROGRAMS, "scheduler", "request", "cache")
+    files = ("runner/step_loop.py", "runner/runner.py", *PROGRAMS, "scheduler", "request", "cache")
     armed = partial(Aim, files, is_armed=is_down.is_set)
     watch = armed()
     fail_twice(watch)
     inside = {
-        "_recover",
         "recover",
         "drop_launches",
         "forget_batches",
@@ -525,62 +424,3 @@ def test_text_held_for_stop_strings_comes_once_with_its_tokens(
     watch = play()
     for target in sample([one for one in watch.targets() if one.time == 1], count):
         assert play(target).is_hit
-
-
-def test_the_turn_of_an_ended_call_is_free_and_of_a_running_one_taken() -> None:
-    turn = Turn()
-
-    def cut_off() -> None:
-        assert turn.take()
-        raise KeyboardInterrupt
-
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            cut_off()
-
-    def nested() -> bool:
-        return turn.take()
-
-    took: list[bool] = []
-    is_inside, may_go_on = threading.Event(), threading.Event()
-
-    def elsewhere() -> None:
-        took.append(turn.take())
-        is_inside.set()
-        may_go_on.wait(60)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    assert is_inside.wait(60)
-    # Another thread has the turn in the middle of its call: this thread's call must not get it, nor a nested
-    # call.
-    assert took == [True]
-    assert not turn.take()
-    may_go_on.set()
-    thread.join()
-    assert turn.take()
-    assert not nested()
-    turn.leave()
-    assert nested()
-
-
-def test_only_one_of_many_threads_has_the_turn() -> None:
-    turn, inside, most = Turn(), [0], [0]
-
-    def once() -> None:
-        if turn.take():
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            sum(range(200))
-            inside[0] -= 1
-
-    def often() -> None:
-        for _ in range(300):
-            once()
-
-    threads = [threading.Thread(target=often) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (most, inside) == ([1], [0])

@@ -268,7 +268,7 @@ def test_no_parameter_of_a_request_notices_drafts_from_the_text(
 
 def at_depth_0(engine: Engine) -> None:
     """Let the policy choose depth 0 for every round."""
-    policy = engine._depths
+    policy = engine._steps.depths
     assert policy is not None
     policy.controller.choose = lambda bucket, context: 0  # type: ignore[method-assign]
 
@@ -340,12 +340,12 @@ def crowd(engine: Engine, tokens_ahead: int) -> None:
     For good, a request might be admitted and preempted in turn for ever.
     """
     planner = engine.scheduler._planner
-    preempt, usual, left = planner._preempt, planner._admission.tokens_ahead, iter(range(500))
-    planner._admission.tokens_ahead = tokens_ahead
+    preempt, usual, left = planner._preempt, planner.admission.tokens_ahead, iter(range(500))
+    planner.admission.tokens_ahead = tokens_ahead
 
     def count(scheduled: ScheduledRequest) -> None:
         if planner.num_offloaded or next(left, None) is None:
-            planner._admission.tokens_ahead = usual
+            planner.admission.tokens_ahead = usual
         preempt(scheduled)
 
     planner._preempt = count  # type: ignore[method-assign]

@@ -12,8 +12,9 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, RoutedExperts, SamplingParams
-from tests.checkpoints import oracle, write_checkpoint
+from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of
+from tests.oracle import oracle
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_5_moe"},
@@ -93,7 +94,7 @@ def test_preempted_requests_keep_theirs(tmp_path: Path) -> None:
     for offload_gb, how in ((0, "recomputes"), (0.1, "offloads")):
         engine = make_engine(directory, num_blocks=16, offload_gb=offload_gb, routed_experts=True)
         # Admit more requests than there are blocks for.
-        engine.scheduler._planner._admission.tokens_ahead = 0
+        engine.scheduler._planner.admission.tokens_ahead = 0
         pressed = run(engine, prompts, max_tokens=50)
         assert [one.routed_experts for one in pressed] == [one.routed_experts for one in plain]
         assert getattr(engine.stats(), how) > 0

@@ -121,7 +121,7 @@ def test_engines_under_all_pressures_at_once(
         offload_gb=rng.choice([0, 0.001, 0.5]),
         prefix_cache_gb=rng.choice([0.0005, 0.002]),
     )
-    engine.scheduler._planner._admission.tokens_ahead = rng.choice([0, 64])
+    engine.scheduler._planner.admission.tokens_ahead = rng.choice([0, 64])
     chats: list[list[int]] = [prompt_of(130, 1, 512)]
     for turn in range(15):
         prompts, expected, got = {}, {}, dict[str, list[int]]()

@@ -121,7 +121,7 @@ def test_random_turns(checkpoint: Path, engine: Engine, seed: int) -> None:
         assert tokens + tokens_of(stream) == expected[which]
     assert all(tokens == expected[which] for which, tokens in mine.values())
     mixed.step()
-    assert (mixed.stats().blocks_used, mixed._streams) == (0, {})
+    assert (mixed.stats().blocks_used, mixed._inbox.streams) == (0, {})
 
 
 def test_a_closed_stream_ends_its_request_with_the_next_step(engine: Engine) -> None:
@@ -131,7 +131,7 @@ def test_a_closed_stream_ends_its_request_with_the_next_step(engine: Engine) -> 
     assert engine.step() == []
     assert not engine.has_unfinished_requests()
     assert engine.stats().blocks_used == 0
-    assert engine._streams == {}
+    assert engine._inbox.streams == {}
     unused = engine.stream("return", PARAMS)
     assert not engine.has_unfinished_requests()
     del unused
@@ -175,7 +175,7 @@ def test_a_second_thread_that_streams_gets_an_error(engine: Engine) -> None:
         except ValueError as error:
             caught.append(error)
 
-    assert engine._turn.take()
+    engine._turn.take()
     thread = threading.Thread(target=intrude)
     thread.start()
     thread.join()

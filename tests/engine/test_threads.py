@@ -12,6 +12,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams, derive_seed
 from tests.checkpoints import write_checkpoint
 from tests.engines import collect, make_engine, prompt_of, run_to_end
+from tests.scheduling import phase_of
 
 VOCAB = 512
 PARAMS = SamplingParams(max_tokens=6, temperature=0.9, ignore_eos=True)
@@ -114,7 +115,7 @@ def test_a_lower_priority_gets_its_slot_sooner(engine: Engine) -> None:
     names = [engine.add_request("x", PARAMS, priority=priority) for priority in (0, 2, -1)]
     engine.step()
     # The two slots go to the requests with the lowest numbers.
-    assert [engine.scheduler.phase(name).value for name in names] == ["running", "waiting", "running"]
+    assert [phase_of(engine.scheduler, name).value for name in names] == ["running", "waiting", "running"]
     for name in names:
         engine.abort(name)
     engine.step()
@@ -126,7 +127,7 @@ def test_a_late_abort_does_not_end_the_next_request_of_the_same_id(
     take = engine.scheduler.take_outputs
 
     def take_and_abort(*given: object) -> list[RequestOutput]:
-        if engine.scheduler._outputs:
+        if engine.scheduler._live.outputs:
             # Another thread aborts while the request ends in this very step.
             engine._inbox._aborts.add("same")
         return take()

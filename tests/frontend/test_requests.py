@@ -17,8 +17,8 @@ from compiled_mtp.sampling.grammar import Matcher
 from compiled_mtp.sampling.parameter_checks import choice_seed
 from compiled_mtp.scheduler.inbox import Inbox
 from compiled_mtp.scheduler.slot_sampling import slot_sampling
-from tests.fake_runner import make_scheduler
 from tests.sampling.grammars import EOS, IM_END, MODEL, TOKENIZER, write_thinking_tokenizer
+from tests.scheduling import make_scheduler
 
 MAX_MODEL_LEN = 2048
 CONFIG = read_model_config(MODEL)

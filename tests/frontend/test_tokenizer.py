@@ -223,7 +223,8 @@ def test_a_template_in_the_config_serves_and_none_is_an_error_only_for_chats(
     without = Tokenizer(copy(folder, tmp_path, chat_template__jinja=None))
     assert without.encode("x")
     with pytest.raises(
-        ValueError, match=r"messages must have a chat template, got none in .*; add chat_template"
+        ValueError,
+        match=r"messages must have a chat template, got none in .*; give a Jinja file as chat_template",
     ):
         without.apply_chat_template(chat)
     for template in ("T{{ messages[0].content }}", [{"name": "default", "template": "Tx"}]):

@@ -202,7 +202,7 @@ def test_random_damage_is_read_or_refused(tmp_path: Path) -> None:
             read_container(path)
 
 
-def written(path: Path, *, max_tensors: int = 0) -> Path:
+def written(path: Path, *, max_tensors: int = 0, is_merged: bool = False) -> Path:
     """Write a file with an entry of each type and four tensors."""
     writer = gguf.GGUFWriter(path, "qwen35", split_max_tensors=max_tensors)
     writer.add_uint8("n.u8", 200)
@@ -220,6 +220,10 @@ def written(path: Path, *, max_tensors: int = 0) -> Path:
     writer.add_array("n.texts", ["a", "", "Ġx"])
     writer.add_array("n.numbers", [1, -2, 3])
     writer.add_array("n.floats", [0.5, 1.5])
+    if is_merged:
+        writer.add_uint16("split.count", 0)
+        writer.add_uint16("split.no", 0)
+        writer.add_int32("split.tensors.count", 4)
     writer.add_tensor("one", np.arange(7, dtype=np.float32))
     writer.add_tensor("two", np.ones((3, 5), np.float16))
     writer.add_tensor("three", np.zeros((2, 3, 34), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -258,6 +262,12 @@ def test_files_of_the_package_are_read(tmp_path: Path) -> None:
     assert {name: t.shape for name, t in container.tensors.items()} == SHAPES
     theirs = {t.name: (t.data_offset, t.n_bytes) for t in gguf.GGUFReader(path).tensors}
     assert {name: (t.offset, t.num_bytes) for name, t in container.tensors.items()} == theirs
+
+
+def test_a_file_that_was_merged_from_parts_is_whole(tmp_path: Path) -> None:
+    """llama.cpp's tool leaves a count of 0 parts in it."""
+    path = written(tmp_path / "m.gguf", is_merged=True)
+    assert {name: t.shape for name, t in read_container(path).tensors.items()} == SHAPES
 
 
 def test_a_file_in_parts_is_read_in_full_from_any_part(tmp_path: Path) -> None:

@@ -250,6 +250,53 @@ def test_a_head_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         hf_config(read_container(path))
 
 
+@pytest.mark.parametrize("name", ["dense-r1-tied", "dense-r3", "moe", "no-head"])
+def test_ollamas_files_hold_the_same_tensors(name: str, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64, **SHAPES[name])
+    plain, other = (write_gguf(source, tmp_path / f"{own}.gguf", ollama=own) for own in (False, True))
+    want, got = read_all(plain), read_all(other)
+    assert got.keys() == want.keys()
+    for tensor, w in want.items():
+        torch.testing.assert_close(got[tensor], w, rtol=0, atol=2**-24)
+    configs = [hf_config(read_container(path)) for path in (plain, other)]
+    assert configs[1].pop("eos_token_id") == [5, 6]
+    configs[0].pop("eos_token_id")
+    assert configs[0] == configs[1]
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64)
+    both = convert(source)
+    both["mtp.layers.0.attn_q.weight"] = both["blk.4.attn_q.weight"]
+    monkeypatch.setattr(gguf_files, "convert", lambda directory, **_: both)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    with pytest.raises(
+        ValueError, match=r"hold mtp.layers.0.self_attn.q_proj.weight once, got blk.4.attn_q.weight and mtp"
+    ):
+        stored_tensors(read_container(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"qwen35.attention.head_count_kv": [0, 0, 1, 2]}, "head_count_kv must be one positive integer in"),
+        ({"qwen35.attention.head_count_kv": [0, 0, 0, 0]}, "head_count_kv must be one positive integer in"),
+        ({"qwen35.ssm.v_head_reordered": False}, "qwen35.ssm.v_head_reordered must be True, got False"),
+        ({"qwen35.nextn_predict_layers": None}, "nextn_predict_layers must be 1 in a file with nextn ten"),
+        ({"qwen35.norm_top_k_prob": False}, "qwen35.norm_top_k_prob must be True, got False"),
+        ({"tokenizer.ggml.eos_token_id": 512}, "eos_token_id must be ids below 512, .*, got 512 in .*con"),
+        ({"tokenizer.ggml.eos_token_id": [1, 2]}, r"eos_token_id must be ids below 512, .*, got \[1, 2\] in"),
+        ({"tokenizer.ggml.eos_token_id": "end"}, "eos_token_id must be ids below 512, .*, got end in"),
+        ({"tokenizer.ggml.eos_token_ids": [1, 700]}, "eos_token_ids must be ids below 512, .*, got 700 in"),
+    ],
+)
+def test_wrong_metadata_are_named(changes: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64)
+    path = write_gguf(source, tmp_path / "model.gguf", changes=changes)
+    with pytest.raises(ValueError, match=wanted):
+        hf_config(read_container(path))
+
+
 def test_a_config_without_head_has_no_mtp_layer(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64, **SHAPES["no-head"])
     container = read_container(write_gguf(source, tmp_path / "model.gguf"))

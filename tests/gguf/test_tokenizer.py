@@ -16,6 +16,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
 
 from compiled_mtp.cli.main import main
+from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.gguf.container import Container, read_container
 from compiled_mtp.gguf.tokenizer import is_byte_level, tokenizer_config, tokenizer_json
 
@@ -136,6 +137,15 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_without_chat_template_says_how_to_give_one(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", train("qwen35"), "qwen35", {"chat_template": None})
+    with pytest.raises(ValueError, match=r"none in .*m\.gguf; give a Jinja file as chat_template, or a p"):
+        Tokenizer(tmp_path / "m.gguf").apply_chat_template([{"role": "user", "content": "a"}])
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    given = Tokenizer(tmp_path / "m.gguf", tmp_path / "own.jinja")
+    assert given.apply_chat_template([{"role": "user", "content": "a"}]) == "a!"
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
@@ -143,6 +153,8 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
         ({"ggml.model": None}, r"tokenizer\.ggml\.model must be gpt2, got None"),
         ({"ggml.pre": "gpt-4o"}, r"tokenizer\.ggml\.pre must be qwen2 or qwen35, got gpt-4o"),
         ({"ggml.add_bos_token": True}, r"tokenizer\.ggml\.add_bos_token must be False or None, got True"),
+        ({"ggml.pre": [1, 2]}, r"tokenizer\.ggml\.pre must be qwen2 or qwen35, got \[1, 2\]"),
+        ({"ggml.tokens": 7}, r"tokenizer\.ggml\.tokens must be a list of texts, got something else"),
         ({"ggml.tokens": None}, r"tokenizer\.ggml\.tokens must be a list of texts, got none"),
         ({"ggml.merges": [1, 2]}, r"tokenizer\.ggml\.merges must be a list of texts, got something else"),
         ({"ggml.token_type": [1, 1]}, r"tokenizer\.ggml\.token_type must have one for each of"),
@@ -160,6 +172,7 @@ def test_tokenizers_that_are_damaged_or_of_another_kind(
 
 
 def raise_first(container: Container) -> None:
+    is_byte_level(container)
     tokenizer_json(container)
     tokenizer_config(container)
 

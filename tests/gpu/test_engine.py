@@ -199,7 +199,7 @@ def test_auto_chooses_trees_for_a_large_model_and_a_caches_own_mode(tmp_path: Pa
     options |= {"prefill_chunk": 128, "block_size": 64}
     command = [sys.executable, str(ROOT / "tools" / "export_graphs.py"), "--device=cuda", f"--model={model}"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    exported = subprocess.Popen([*command, "--batch-sizes=1,3", f"--out={file}"])
+    exported = subprocess.Popen([*command, "--batch-sizes=1,3", f"--output={file}"])
     streams = []
     for graph_mode in ("reduce-overhead", "replay"):
         cached: dict[str, Any] = {"graph_cache": file} if graph_mode == "replay" else {}

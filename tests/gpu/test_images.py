@@ -174,7 +174,7 @@ def test_same_tokens_uncompiled(directories: dict[str, Path], family: str, dtype
     for offload_gb in (0, None):
         sizes = {"num_blocks": 17, "block_size": 16, "max_batch": 6, "prefill_chunk": 64, "lookup": "off"}
         engine = run(offload_gb=offload_gb, **sizes)
-        engine.scheduler._planner._admission.tokens_ahead = -40
+        engine.scheduler._planner.admission.tokens_ahead = -40
         assert decode_mixed(engine, 3) == expected
         stats = engine.stats()
         # With a host tier the scheduler may still prefer to recompute a request with few tokens.

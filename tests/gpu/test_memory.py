@@ -104,7 +104,7 @@ def test_requests_are_offloaded_and_come_back_or_are_replayed(
 ) -> None:
     """Blocks suffice for one and a half of the longest requests."""
     engine = make(mtp_step=mtp_step, num_blocks=8, offload_gb=offload_gb, lookup="off", **mode)
-    engine.scheduler._planner._admission.tokens_ahead = 0
+    engine.scheduler._planner.admission.tokens_ahead = 0
     check(engine.generate(PROMPTS, PARAMS), is_same_program=mode == MODES[0])
     stats = engine.stats()
     assert (stats.offloads > 0, stats.recomputes > 0) == (offload_gb > 0, offload_gb == 0)

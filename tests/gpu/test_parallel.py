@@ -154,7 +154,7 @@ def test_ranks_load_an_exports_programs(directories: dict[str, Path], tmp_path: 
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
     flags += [f"--batch-sizes={BATCH}", "--mtp-step=3", "--tensor-parallel=2", f"--model={directory}"]
     subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "export_graphs.py"), *flags, f"--out={file}"], check=True
+        [sys.executable, str(ROOT / "tools" / "export_graphs.py"), *flags, f"--output={file}"], check=True
     )
     expected = wanted(directory, "auto", BATCH)
     counters.clear()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.models.layers import Linear, RMSNorm
+from compiled_mtp.models.layers import RMSNorm
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.ops.linear import kernel, resident_config
 from compiled_mtp.ops.linear.resident_config import read_resident_table
 from compiled_mtp.ops.linear.resident_kernel import launch_resident

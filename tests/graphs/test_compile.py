@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
-from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.ops.registry import NAMESPACE
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -219,7 +219,7 @@ def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU: one split-K partial up to 16 rows, four up to 128, two above."""
-    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
+    monkeypatch.setattr("compiled_mtp.models.linear.count_partials", one_four_or_two)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
     shapes: list[Any] = []
 
@@ -244,7 +244,7 @@ def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
 
 
 def test_each_number_of_rows_has_its_number_of_partials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_mtp.models.layers.count_partials", one_four_or_two)
+    monkeypatch.setattr("compiled_mtp.models.linear.count_partials", one_four_or_two)
     step = tiny.build_step(tiny.tiny_config(), 3, max_batch=2, dtype=torch.bfloat16)
     product = next(m for m in step.modules() if isinstance(m, Linear) and m.is_before_norm)
     counts = [product._count_of(torch.empty(rows, 1)) for rows in (1, 16, 17, 128, 129, 1024)]

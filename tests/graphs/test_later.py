@@ -59,8 +59,7 @@ def with_programs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[str
         return partial(METHODS[file.name.split("_")[0]], owner)
 
     patches = {
-        "runner.assemble.check_key": lambda file, key: None,
-        "runner.assemble.read_key": lambda file: {},
+        "runner.assemble.check_key": lambda file, key, is_whole=True: None,
         "runner.memory.read_key": lambda file: {},
         "runner.assemble.load": lambda file: checkpoint / "unpacked",
         "runner.program_maker.load_program": load,
@@ -184,7 +183,7 @@ def _noting(launched: list[str], name: str, method: Any) -> Any:
 
 def _prefer_0_most_of_the_time(engine: Any) -> None:
     """Prefer depth 0 for ten rounds, then a deeper one for some."""
-    controller = engine._depths.controller
+    controller = engine._steps.depths.controller
     number = controller._rounds
     if len(controller.depths) == 2:
         controller.choose = lambda bucket, context: _count(controller, 0 if number % 14 < 10 else 1)

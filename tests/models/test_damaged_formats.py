@@ -16,7 +16,7 @@ from compiled_mtp.cli.main import main
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights
 from tests.checkpoints import write_checkpoint
-from tests.quantised import Packer, awq, fp8, gptq, mxfp4, nvfp4, pack_quantized, quantise
+from tests.quantised import Packer, awq, fp8, gptq, mxfp4, mxfp8, nvfp4, pack_quantized, quantise
 
 TINY: dict[str, Any] = {"num_layers": 1, "interval": 1, "vocab_size": 64, "hidden_size": 128}
 X = "mtp.layers.0.mlp.up_proj"
@@ -217,6 +217,13 @@ CASES: dict[str, tuple[Packer, dict[str, Any] | None, Damage, str]] = {
         "weight_scale_2 must be stored",
     ),
     "modelopt no scale": (nvfp4(modelopt=True), None, drop("weight_scale"), "weight_scale must be stored be"),
+    "mxfp8 NaN": (mxfp8(), None, put("weight_scale", (2, 2), 255), "must be at most 254, got 255; download"),
+    "mxfp8 short scale": (
+        mxfp8(),
+        None,
+        cut("weight_scale", None, 3),
+        "must have the shape [192, 4], got [192,",
+    ),
     "mxfp4 small": (
         mxfp4(),
         None,
@@ -254,14 +261,6 @@ def test_damage_is_named_in_one_line(tmp_path: Path, name: str, capsys: pytest.C
     assert capsys.readouterr().err == f"error: {error.value}\n"
 
 
-@pytest.mark.parametrize("packer", [gptq(), nvfp4()], ids=["gptq", "nvfp4"])
-def test_a_quantised_fc_is_refused_except_for_plain_decode(tmp_path: Path, packer: Packer) -> None:
-    directory = make(tmp_path, packer, modules=("mtp.fc",))
-    with pytest.raises(ValueError, match=r"^mtp.fc.* must be plain: .*; use another .* or pass mtp_step=0$"):
-        check(directory)
-    check(directory, with_mtp=False)
-
-
 def test_an_incomplete_head_is_named(tmp_path: Path) -> None:
     directory = make(tmp_path, gptq(), GPTQ_INT4)
     for suffix in ("qweight", "qzeros", "scales", "g_idx"):
@@ -296,6 +295,11 @@ def test_scales_of_keys_and_values_are_skipped(tmp_path: Path) -> None:
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"bits": 4, "group_size": 64, "mode": "affine"},
+        "quantization_config.quant_method must be fp8 or gptq o",
+    ),
+    ({"quant_method": "gptq", "bits": "4"}, "quantization_config.bits must be 4 or 8, got '4'; use the bf16"),
     ({"quant_method": "gptq", "bits": 3}, "quantization_config.bits must be 4 or 8, got 3; use the bf16"),
     (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*lm_head$": {"bits": 2}}},
@@ -311,7 +315,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:awq:marlin"},
-        'quantization_config.packing_format must be "auto_round:auto_gptq" or "auto_round:auto_awq", got',
+        'quantization_config.packing_format must be "auto_round:auto_gptq" or "auto_round:auto_awq" or ',
     ),
     (
         {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 2}}},
@@ -334,6 +338,21 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         "quantization_config.transform_config must be {}, got ",
     ),
     (
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "quantization_config.sparsity_config must be {}, got ",
+    ),
+    *(
+        (
+            {"quant_method": "auto-round", "bits": 4, key: {"hadamard_type": "random_hadamard"}},
+            f"quantization_config.{key} must be {{}}, got ",
+        )
+        for key in ("rotation_config", "spinquant_config")
+    ),
+    (
+        {"quant_method": "auto-round", "bits": 4, "data_type": "mx_int", "packing_format": "auto_round"},
+        'quantization_config.data_type must be "int" or "fp" or ',
+    ),
+    (
         {
             "quant_method": "compressed-tensors",
             "config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}},
@@ -342,7 +361,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-        "quantization_config.quant_algo must be FP8 or NVFP4 or W4A16_NVFP4 or MIXED_PRECISION, got W4A8_A",
+        "quantization_config.quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN or FP8_PB_WO or ",
     ),
     (
         {"quant_method": "modelopt", "quantized_layers": {"lm_head": {"quant_algo": "INT8"}}},
@@ -367,6 +386,24 @@ def test_a_config_of_an_unsupported_computation_is_refused(
         with pytest.raises(ValueError, match="^" + re.escape(message)) as error:
             read_model_config(plain)
         assert "\n" not in str(error.value)
+    finally:
+        file.write_text(before)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"producer": {"name": "modelopt", "version": "0.27.1"}, "quant_algo": "NVFP4"},
+        {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": None, "sym": None}}},
+        {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"},
+    ],
+)
+def test_a_config_that_leaves_much_out_is_read(plain: Path, section: dict[str, Any]) -> None:
+    file = plain / "config.json"
+    before = file.read_text()
+    file.write_text(json.dumps(json.loads(before) | {"quantization_config": section}))
+    try:
+        assert read_model_config(plain).mtp_num_layers == 1
     finally:
         file.write_text(before)
 

@@ -93,7 +93,7 @@ def test_the_command_ranks_by_frequency(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["rank-vocabulary", str(tmp_path), "--suffix", ".rst", "--output", str(output)]) == 2
     assert "error: paths must hold text, got none in 1 paths;" in capsys.readouterr().err
     output.unlink()
-    assert main(["rank-vocabulary", str(tmp_path), "--out", str(output)]) == 0
+    assert main(["rank-vocabulary", str(tmp_path), "--output", str(output)]) == 0
     output.unlink()
     refused = {
         "top must be at least 1, got 0": [str(tmp_path), "--top=0"],

@@ -17,14 +17,14 @@ from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights, load_weights
 from tests.checkpoints import allocate, write_checkpoint
-from tests.quantised import Packer, awq, fp8, gptq, mxfp4, nvfp4, pack_quantized, quantise
+from tests.quantised import Packer, awq, fp8, gptq, int8, mxfp4, mxfp8, nvfp4, pack_quantized, quantise
 
 GPTQ_INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
 AWQ_GEMM = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 LINEARS = re.compile(
     r"\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj)"
-    r"|mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up|down)_proj)$|^lm_head$"
+    r"|mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up|down)_proj)$|^lm_head$|^mtp\.fc$"
 )
 
 
@@ -52,6 +52,7 @@ def tensors_config(form: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 SMALL: dict[str, Any] = {"num_layers": 2, "interval": 2, "vocab_size": 256}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["mtp*"]}
 
@@ -88,6 +89,29 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any] | None]] = {
         gptq(with_indices=False, symmetric=False),
         AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "sym": False},
     ),
+    # AutoRound's plain packing stores zero points without an offset.
+    "auto-round-asym": (
+        gptq(with_indices=False, version=2, symmetric=False),
+        AUTO_ROUND | {"packing_format": "auto_round", "sym": False},
+    ),
+    "auto-round-gptqmodel": (
+        gptq(version=2, symmetric=False),
+        AUTO_ROUND | {"packing_format": "auto_round:gptqmodel", "sym": False},
+    ),
+    "auto-round-unsaid": (gptq(version=2), AUTO_ROUND),
+    "auto-round-mxfp4": (
+        mxfp4(),
+        AUTO_ROUND | {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "group_size": 32},
+    ),
+    "auto-round-fp8": (
+        fp8("tensor", torch.bfloat16),
+        AUTO_ROUND | {"bits": 8, "data_type": "fp", "group_size": 0, "fmt": "e4m3"},
+    ),
+    "auto-round-fp8-block": (
+        fp8("block", torch.bfloat16),
+        AUTO_ROUND
+        | {"packing_format": "auto_round:fp8", "bits": 8, "data_type": "fp", "group_size": [128, 128]},
+    ),
     "auto-round-awq": (awq(negative=True), AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}),
     "awq": (awq(), AWQ_GEMM),
     "awq-g32": (awq(32), AWQ_GEMM | {"group_size": 32}),
@@ -113,12 +137,26 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any] | None]] = {
         fp8("block", torch.bfloat16),
         tensors_config("float-quantized", FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}),
     ),
+    "fp8-dense": (
+        fp8(),
+        tensors_config("float-quantized", FLOAT8 | {"strategy": "channel"})
+        | {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+    ),
+    "int8-channel": (int8(), tensors_config("int-quantized", INT8 | {"strategy": "channel"})),
+    "int8-tensor": (int8("tensor"), tensors_config("int-quantized", INT8 | {"strategy": "tensor"})),
     "modelopt-fp8": (fp8("tensor", static=True), MODELOPT),
+    "modelopt-fp8-block": (fp8("block", with_axes=True), MODELOPT | {"quant_algo": "fp8_pb_wo"}),
+    "modelopt-fp8-row": (fp8(), MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
     "nvfp4": (
         nvfp4(),
         tensors_config("nvfp4-pack-quantized", FLOAT4 | {"strategy": "tensor_group", "group_size": 16}),
     ),
     "modelopt-nvfp4": (nvfp4(modelopt=True), MODELOPT),
+    "mxfp8": (
+        mxfp8(),
+        tensors_config("mxfp8-quantized", FLOAT8 | {"strategy": "group", "group_size": 32}),
+    ),
+    "modelopt-mxfp8": (mxfp8(), MODELOPT | {"quant_algo": "MXFP8"}),
     "mxfp4": (
         mxfp4(),
         tensors_config("mxfp4-pack-quantized", FLOAT4 | {"strategy": "group", "group_size": 32}),
@@ -152,7 +190,7 @@ def test_every_format_fills_the_parameters_with_its_values(tmp_path: Path, name:
     twin = quantise(directory, every_linear(packer), config)
     assert_equal(load(directory), load(twin))
     described = describe_packed(read_stored(directory))
-    assert bool(described) == (name != "fp8-block"), described
+    assert bool(described) == (not name.endswith("fp8-block")), described
 
 
 @pytest.mark.parametrize("name", ["gptq-g32-bf16", "awq", "nvfp4", "fp8-channel"])
@@ -170,7 +208,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 MIXED = (
     *(gptq(32), awq(32), pack_quantized(32), pack_quantized(-1, 8), fp8(), fp8("tensor")),
-    *(nvfp4(), nvfp4(modelopt=True), mxfp4()),
+    *(nvfp4(), nvfp4(modelopt=True), mxfp4(), mxfp8(), int8()),
 )
 
 
@@ -202,7 +240,7 @@ PARTS: tuple[tuple[slice, slice], ...] = (
 )
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8-block"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith("fp8-block")])
 def test_any_region_is_that_of_the_whole(tmp_path: Path, name: str) -> None:
     """Rows and columns that begin and end inside words and groups, as for ranks and merged parts."""
     packer, config = FORMATS[name]

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights, load_weights
-from tests.checkpoints import allocate, oracle, write_checkpoint
+from tests.checkpoints import allocate, write_checkpoint
+from tests.oracle import oracle
 
 EMBEDDING = "model.language_model.embed_tokens.weight"
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_value_heads": 1, "intermediate_size": 64}
@@ -61,6 +62,21 @@ def test_a_head_of_its_own_is_used_as_transformers_does(
     theirs = oracle(directory).model
     assert torch.equal(theirs.lm_head.weight, head.float())
     assert torch.equal(theirs.model.embed_tokens.weight, embedding.float())
+
+
+@pytest.mark.parametrize("section", [None, "text_config"])
+def test_either_section_of_config_json_ties_the_head(tmp_path: Path, section: str | None) -> None:
+    directory = write_checkpoint(tmp_path, tied=True, **SMALL)
+    content = json.loads((directory / "config.json").read_text())
+    (content[section] if section else content)["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(content))
+    assert "lm_head.weight" not in load(directory)
+    content["tie_word_embeddings"] = content["text_config"]["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=r"missing tensors: lm_head.weight in .*; if its head is tied to the"
+    ):
+        load(directory)
 
 
 def test_a_head_of_another_shape_is_misfitting(tmp_path: Path) -> None:

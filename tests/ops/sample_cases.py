@@ -219,3 +219,8 @@ def numpy_token(case: Case, row: int) -> int:
         seed = int(case["seed"][int(case["state_index"][row // query_len])])
         x = x + numpy_noise(seed, int(case["positions"][row]), len(x))
     return int(np.argmax(x))
+
+
+def in_columns(case: Case, columns: torch.Tensor) -> Case:
+    """Return the same call for a head with the given columns, in their order."""
+    return case | {"logits": case["logits"][:, columns], "column_ids": columns}

@@ -18,16 +18,8 @@ from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.parallel.ranks import RankError
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
-from tests.parallel.test_ranks import (
-    GUIDED,
-    MOST_S,
-    AloneRanks,
-    check_gone,
-    config_of,
-    decode,
-    pids_of,
-    processes_of,
-)
+from tests.parallel.rank_engines import GUIDED, MOST_S, config_of, pids_of, processes_of
+from tests.parallel.test_ranks import AloneRanks, check_gone, decode
 
 # In a rank: from the moment that a file is there nothing is read.
 HANGING = """
@@ -72,8 +64,8 @@ def test_a_guided_round_sends_its_masks_alone(directory: Path, monkeypatch: pyte
         engine.generate([prompt_of(5, 2, 300)], GUIDED)
         assert isinstance(engine.runner, LeadRunner)
         sizes: list[tuple[str, int]] = engine.runner._ranks.__dict__["sizes"]
-        assert engine._masks._buffers is not None
-        whole = engine._masks._buffers.nbytes
+        assert engine._steps.masks._buffers is not None
+        whole = engine._steps.masks._buffers.nbytes
     found = [size for name, size in sizes if name == "set_masks"]
     assert len(found) == len(sent) > 1
     assert all(size < masks + MOST_BYTES < whole for size, masks in zip(found, sent, strict=True))

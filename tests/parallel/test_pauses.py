@@ -21,7 +21,7 @@ from compiled_mtp.parallel import ranks, running_clock
 from compiled_mtp.parallel.ranks import RankError
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
-from tests.parallel.test_ranks import MOST_S, PARAMS, config_of, processes_of
+from tests.parallel.rank_engines import MOST_S, PARAMS, config_of, processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S, PAUSE_S = 1.4, 2.0

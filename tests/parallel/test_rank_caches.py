@@ -104,7 +104,7 @@ def second_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subproc
 def graph_cache(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("caches")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
-    places = [f"--model={checkpoint}", f"--out={directory / 'graphs.zip'}"]
+    places = [f"--model={checkpoint}", f"--output={directory / 'graphs.zip'}"]
     done = subprocess.run(
         [sys.executable, "-c", FIRST_PROCESS, *flags, *places],
         capture_output=True,

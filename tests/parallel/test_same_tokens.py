@@ -193,7 +193,7 @@ def test_ranks_move_requests_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     held: list[CopyStream] = []
     monkeypatch.setattr(CopyStream, "hold_launches", lambda copy_stream: held.append(copy_stream))
     with engine_of(directory, 2, num_blocks=7, prefix_cache_gb=0.5, lookup="off") as engine:
-        engine.scheduler._planner._admission.tokens_ahead = 0
+        engine.scheduler._planner.admission.tokens_ahead = 0
         assert decode(engine, lengths, 36) == wanted
         offloads = engine.stats().offloads
         runner = engine.runner

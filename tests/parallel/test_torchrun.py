@@ -172,7 +172,7 @@ def test_its_processes_are_the_ranks(
     alone = EngineConfig(model=directory)
     with pytest.raises(ValueError, match=message.format(1)):
         start_engine(alone)
-    words = [f"--out={tmp_path / 'x.zip'}", "--tensor-parallel=2"]
+    words = [f"--output={tmp_path / 'x.zip'}", "--tensor-parallel=2"]
     assert export.main(words) == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What `inspect` foretells of slots, tokens and memory is what an engine has."""
+"""What `inspect` predicts of slots, tokens and memory is what an engine has."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from compiled_mtp.scheduler import Scheduler
 from tests.aimed import Aim, Line
-from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
+from tests.fake_runner import FakeRunner
+from tests.scheduling import expected_tokens, make_request, make_scheduler, step, stream
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -100,7 +101,7 @@ def test_after_an_interrupted_step_waiting_requests_go_on(delay: int, steps: int
         scheduler.add(request)
     outputs = [output for _ in range(steps) for output in step(scheduler, runner)]
     scheduler.schedule()  # planned, never launched
-    started = {name for name in requests if (name, 0) not in scheduler._planner.waiting}
+    started = {name for name in requests if (name, 0) not in scheduler._planner.admission.waiting}
     finished = {output.request_id for output in outputs if output.finish_reason}
     scheduler.recover("interrupted")
     runner.drop()
@@ -127,7 +128,7 @@ def test_recover_may_be_interrupted_anywhere_and_called_again(delay: int) -> Non
         for request in requests.values():
             scheduler.add(request)
         outputs = [output for _ in range(steps) for output in step(scheduler, runner)]
-        started = {name for name in requests if (name, 0) not in scheduler._planner.waiting}
+        started = {name for name in requests if (name, 0) not in scheduler._planner.admission.waiting}
         finished = {output.request_id for output in outputs if output.finish_reason}
         try:
             with aim.watching():

@@ -11,11 +11,12 @@ from compiled_mtp.plan import Copy, Release, StepPlan
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.phases import TRANSITIONS, RequestPhase, check_transition
-from tests.fake_runner import (
-    FakeRunner,
+from tests.fake_runner import FakeRunner
+from tests.scheduling import (
     expected_tokens,
     make_request,
     make_scheduler,
+    phase_of,
     preempt_one,
     step,
     stream,
@@ -55,7 +56,7 @@ def test_a_request_goes_to_the_host_and_comes_back_into_other_blocks(delay: int,
     requests, outputs = start(scheduler, runner)
     used = scheduler.pool.num_used
     assert preempt_one(scheduler, "b")
-    while scheduler.phase("b") is not RequestPhase.OFFLOADED:
+    while phase_of(scheduler, "b") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
     assert scheduler.pool.num_used < used
     outputs += stream(scheduler, runner)
@@ -70,7 +71,7 @@ def test_with_copies_alone_outstanding_a_plan_that_launches_nothing_waits_for_th
     runner = FakeRunner(scheduler, delay, copy_delay=99)
     requests, outputs = start(scheduler, runner, "a")
     assert preempt_one(scheduler, "a")
-    while scheduler.phase("a") is not RequestPhase.OFFLOADED:
+    while phase_of(scheduler, "a") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
         assert len(runner.plans) < 20
     assert runner.plans[-1].kind == "move"
@@ -101,7 +102,7 @@ def test_a_request_aborted_during_its_copy_keeps_both_locations_until_the_copy_i
     requests, outputs = start(scheduler, runner)
     assert preempt_one(scheduler, "b")
     if kind == "resume":
-        (scheduled,) = scheduler._live["b"]
+        (scheduled,) = scheduler._live.choices["b"]
         while scheduled.phase is not RequestPhase.OFFLOADED or scheduled.transfer is None:
             outputs += step(scheduler, runner)
     for _ in range(steps):
@@ -145,7 +146,7 @@ def test_after_a_lost_plan_a_slot_is_released_before_a_request_is_copied_to_it()
     runner = FakeRunner(scheduler, 0)
     requests, outputs = start(scheduler, runner, "a")
     assert preempt_one(scheduler, "a")
-    while scheduler.phase("a") is not RequestPhase.OFFLOADED:
+    while phase_of(scheduler, "a") is not RequestPhase.OFFLOADED:
         outputs += step(scheduler, runner)
     # The plan that releases the slot is lost, and the slot's next request comes by a copy.
     urgent = make_request("b", 5, 4)

@@ -17,15 +17,8 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.phases import RequestPhase
 from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from compiled_mtp.scheduler.waiting_queue import WaitingQueue
-from tests.fake_runner import (
-    FakeRunner,
-    expected_tokens,
-    make_request,
-    make_scheduler,
-    step,
-    stream,
-    token_at,
-)
+from tests.fake_runner import FakeRunner, token_at
+from tests.scheduling import expected_tokens, make_request, make_scheduler, phase_of, step, stream
 
 
 class Recorder:
@@ -167,7 +160,7 @@ def run_traffic(num_requests: int, traffic: dict[str, Any]) -> Scheduler:
         **(policies if traffic["has_policies"] else {}),
     )
     # With fewer tokens ahead than usual, requests are preempted all the time.
-    scheduler._planner._admission.tokens_ahead = traffic["tokens_ahead"]
+    scheduler._planner.admission.tokens_ahead = traffic["tokens_ahead"]
     runner = FakeRunner(
         scheduler,
         traffic["delay"],
@@ -267,11 +260,11 @@ def test_a_request_without_output_waits_again_and_nothing_is_replayed() -> None:
     # The second takes all free blocks, and the first soon needs one.
     chunks = {"prefill_chunk": 16, "num_snapshots": 2}
     scheduler, runner = start(12, [(20, 120), (130, 5)], max_in_flight=0, **chunks)
-    scheduler._planner._admission.tokens_ahead = -200
-    while scheduler.phase("1") is not RequestPhase.PREFILLING:
+    scheduler._planner.admission.tokens_ahead = -200
+    while phase_of(scheduler, "1") is not RequestPhase.PREFILLING:
         step(scheduler, runner)
     log = Log()
-    while scheduler.phase("1") is RequestPhase.PREFILLING:
+    while phase_of(scheduler, "1") is RequestPhase.PREFILLING:
         runner.accept = 3
         log.take(step(scheduler, runner))
     log.take(stream(scheduler, runner))
@@ -333,7 +326,7 @@ def test_the_oldest_request_is_found_without_a_scan_of_the_queue(monkeypatch: py
 
 def test_a_request_that_was_due_is_not_preempted_for_others() -> None:
     scheduler, runner = start(14, [], max_batch=3, max_in_flight=0, mtp_step=0)
-    scheduler._planner._admission.tokens_ahead = 0
+    scheduler._planner.admission.tokens_ahead = 0
     old = make_request("old", 10, 150, seed=99, ignore_eos=True)
     old.priority = 9
     scheduler.add(old)
@@ -348,7 +341,7 @@ def test_a_replayed_token_that_differs_ends_its_request_by_name() -> None:
     log = Log()
     while not scheduler.num_recomputed:
         log.take(step(scheduler, runner))
-    (victim,) = scheduler._planner.waiting.values()
+    (victim,) = scheduler._planner.admission.waiting.values()
     assert victim.replay is not None
     known = list(victim.replay.known)
     known[10] += 1

@@ -8,8 +8,9 @@ import pytest
 
 from compiled_mtp.request import Request
 from compiled_mtp.scheduler import Scheduler
-from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
+from tests.fake_runner import FakeRunner
 from tests.scheduler.test_prefix import request_of
+from tests.scheduling import expected_tokens, make_request, make_scheduler, step, stream
 
 NUMBERS = {"prefill_chunk": 40, "prefix_step": 8, "max_prompt_chunks": 4, "max_batch": 8, "num_blocks": 200}
 

@@ -10,7 +10,8 @@ import pytest
 from compiled_mtp.plan import StepPlan
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
-from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, token_at
+from tests.fake_runner import FakeRunner, token_at
+from tests.scheduling import expected_tokens, make_request, make_scheduler
 
 
 class Recorder:

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tests.fake_runner import FakeRunner, expected_tokens, make_request, make_scheduler, step, stream
+from tests.fake_runner import FakeRunner
 from tests.scheduler.test_prefix import make, request_of, run
+from tests.scheduling import expected_tokens, make_request, make_scheduler, step, stream
 
 
 @pytest.mark.parametrize("chunk", [8, 32, 64])
@@ -74,7 +75,7 @@ def test_a_prompt_with_little_in_common_does_not_wait() -> None:
             scheduler.add(request_of(str(n), [*range(100, 100 + common), *[n] * (22 - common)], 9, n))
         while not any(one.is_first_token_due for one in scheduler._resources.owners.values()):
             step(scheduler, runner)
-        (waiting,) = scheduler._planner.waiting.values()
+        (waiting,) = scheduler._planner.admission.waiting.values()
         expected.append(scheduler.prefix.is_expected(waiting))
         stream(scheduler, runner)
     assert expected == [False, True]

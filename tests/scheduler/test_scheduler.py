@@ -16,13 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from compiled_mtp.plan import StepResult
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler.phases import RequestPhase
-from tests.fake_runner import (
-    EOS,
-    FakeRunner,
+from tests.fake_runner import EOS, FakeRunner
+from tests.scheduling import (
     expected_tokens,
     finish_all,
     make_request,
     make_scheduler,
+    phase_of,
     preempt_one,
     step,
     stream,
@@ -338,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_and_slot_has_one_owner(self) -> None:
         self.scheduler.check_integrity()
         live = [name for name, r in self.requests.items() if r.finish_reason is None]
-        phases = Counter(self.scheduler.phase(name) for name in live)
+        phases = Counter(phase_of(self.scheduler, name) for name in live)
         assert self.scheduler.num_waiting == phases[RequestPhase.WAITING]
         assert self.scheduler.num_running == phases[RequestPhase.PREFILLING] + phases[RequestPhase.RUNNING]
 

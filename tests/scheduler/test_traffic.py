@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from compiled_mtp.graphs.buckets import prompt_chunk_limit
 from compiled_mtp.request import Request, RequestOutput
 from compiled_mtp.scheduler import Scheduler
-from tests.fake_runner import FakeRunner, expected_tokens, make_scheduler, preempt_one
+from tests.fake_runner import FakeRunner
 from tests.scheduler.test_prefix import request_of
 from tests.scheduler.test_pressure import Recorder, check_windows
+from tests.scheduling import expected_tokens, make_scheduler, preempt_one
 
 TRAFFIC = st.fixed_dictionaries(
     {
@@ -79,7 +80,7 @@ class Traffic:
             chunks = prompt_chunk_limit(128, traffic["max_batch"])
             sizes |= {"prefill_chunk": 128, "prompt_lengths": (64, 128), "max_prompt_chunks": chunks}
         self.scheduler = make_scheduler(**sizes, **(policies if traffic["has_policies"] else {}))
-        self.scheduler._planner._admission.tokens_ahead = traffic["tokens_ahead"]
+        self.scheduler._planner.admission.tokens_ahead = traffic["tokens_ahead"]
         self.runner = FakeRunner(
             self.scheduler,
             traffic["max_in_flight"],

@@ -19,7 +19,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 
 from compiled_mtp.frontend.tokenizer import Tokenizer
-from compiled_mtp.server.anthropic import (
+from compiled_mtp.server.anthropic_models import (
     AnthropicTool,
     InputMessage,
     MessagesBody,

@@ -94,5 +94,5 @@ def test_looked_up_drafts_are_counted_apart_from_a_chains() -> None:
     assert own.rounds_by_accepted == [1, 1, 0, 1, *[0] * 8, 1, 0, 0, 0]
     stats = SpeculationStats.empty(2).plus(own)
     assert (stats.accepted_by_index, stats.drafted_by_index) == ((2, 1), (2, 2))
-    assert (stats.lookup_rounds, stats.lookup_acceptance) == (2, 12 / 17)
+    assert (stats.lookup_rounds, stats.lookup_accepted, stats.lookup_drafted) == (2, 12, 17)
     assert stats.mean_new_tokens == 20 / 4

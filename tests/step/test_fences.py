@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models import resident as resident_module
-from compiled_mtp.models.layers import Linear, RMSNorm
+from compiled_mtp.models.layers import RMSNorm
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.ops.k_splits import NARROW_ROWS
 from compiled_mtp.ops.linear import linear
 from compiled_mtp.ops.registry import NAMESPACE, Launch, operators

@@ -286,7 +286,8 @@ def test_narrow_products_compete_in_a_stack_unless_they_are_in_none(
     monkeypatch.setattr(
         cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132)
     )
-    flags = ["--shapes=27b", "--recipes=bf16", "--weights=down,lm_head", f"--out={tmp_path / 'table.json'}"]
+    table_file = tmp_path / "table.json"
+    flags = ["--shapes=27b", "--recipes=bf16", "--weights=down,lm_head", f"--output={table_file}"]
     tool.main(["narrow", *flags])
     written = json.loads((tmp_path / "table.json").read_text())
     assert written == table

@@ -72,7 +72,7 @@ def test_a_long_file_keeps_few_images(
 
     def add(engine: Engine, *given: Any, **named: Any) -> str:
         name = add_request(engine, *given, **named)
-        num_open.append(len(engine._inbox) + len(engine.scheduler._live))
+        num_open.append(len(engine._inbox) + len(engine.scheduler._live.choices))
         return name
 
     # A part without a type is an image too.

@@ -16,9 +16,9 @@ from compiled_mtp.rounds import drafters
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.sizes import vision_bytes
 from compiled_mtp.vision.positions import rotary_positions
-from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
 from tests.engines import LateCopyStream, make_engine, run_to_end
+from tests.oracle import oracle
 from tests.vision.checkpoints import VisionOracle, write_vision_checkpoint
 from tests.vision.traffic import (
     COUNT,
@@ -115,7 +115,7 @@ def test_preempted_requests(dense: Path, offload_gb: float | None) -> None:
     """Requests are recomputed, or offloaded to a host tier whose copies end late."""
     sizes = {"num_blocks": 19, "max_batch": 6, "lookup": "off"}
     engine = engine_with_images(dense, offload_gb=offload_gb, **sizes)
-    engine.scheduler._planner._admission.tokens_ahead = -40
+    engine.scheduler._planner.admission.tokens_ahead = -40
     if offload_gb is None:
         device = torch.device("cpu")
         engine.runner.moves._copy_streams["host"] = LateCopyStream(device)

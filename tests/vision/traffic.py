@@ -156,7 +156,7 @@ def check_preempted(engine: Engine, alone: Engine) -> None:
         while not wait():
             collect(found, engine.step())
         make_dirt(engine.runner.spec.device)
-        engine.scheduler._planner._preempt(engine.scheduler._live["a"][0])
+        engine.scheduler._planner._preempt(engine.scheduler._live.choices["a"][0])
     for name, new in run_to_end(engine).items():
         found.setdefault(name, []).extend(new)
     assert found["a"] == tokens

@@ -38,9 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--output", "--out", dest="out", type=Path, required=True, help="directory of the checkpoint"
-    )
+    parser.add_argument("--output", dest="out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--work", type=Path, default=Path("build/default_model"), help="the resume file")
     parser.add_argument("--stdlib", type=Path, default=default_stdlib(), help="standard library to train on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -27,13 +27,6 @@ T = TypeVar("T")
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
-def count(text: str) -> int:
-    """Parse a flag's integer, at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
-    return int(text)
-
-
 def numbers(text: str) -> list[int]:
     """Parse a flag's integers, separated by commas."""
     return [int(number) for number in text.split(",")]

@@ -28,6 +28,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.runner import spec
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 from engine_scenarios.lookup import RATED_DEPTH, Text, force_outputs, git
 from engine_scenarios.overhead import Client, serving
@@ -37,10 +38,10 @@ QUESTIONS = ("\n# Quote the file:\n", "\n# Make the next change and quote the fi
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser, may_be_auto=True)
-    parser.add_argument("--turns", type=common.count, default=10)
+    parser.add_argument("--turns", type=count, default=10)
     parser.add_argument("--rate", type=float, help="tokens per round of a chain of three alone")
     parser.add_argument(
-        "--most-tokens", type=common.count, default=340, help="of an answer, the beginning of a version"
+        "--most-tokens", type=count, default=340, help="of an answer, the beginning of a version"
     )
     parser.add_argument("--path", default="tools/bench_engine.py", help="a file of this repository")
     parser.add_argument(

@@ -44,6 +44,7 @@ from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.limits import Limits
 from compiled_mtp.spec.depth import first_depth
 from compiled_mtp.spec.policy import DepthPolicy
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +235,7 @@ def accepts(text: str) -> dict[str, tuple[float, ...]]:
 
 def whole_turns(text: str) -> int:
     """Parse a flag's number of tokens, at least those of one turn."""
-    if (number := common.count(text)) < TURN_TOKENS:
+    if (number := count(text)) < TURN_TOKENS:
         raise argparse.ArgumentTypeError(f"must be at least {TURN_TOKENS}, those of a turn, got {number}")
     return number
 

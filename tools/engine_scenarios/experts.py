@@ -24,6 +24,7 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 ORDER = ("off", "on", "off_again")
@@ -43,9 +44,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=common.numbers, default=[1, 8, 32], help="requests, separated by commas"
     )
-    parser.add_argument("--context", type=common.count, default=256, help="prompt tokens")
-    parser.add_argument("--tokens", type=common.count, default=192, help="output tokens of a request")
-    parser.add_argument("--repeats", type=common.count, default=3, help="timed decodes of each batch")
+    parser.add_argument("--context", type=count, default=256, help="prompt tokens")
+    parser.add_argument("--tokens", type=count, default=192, help="output tokens of a request")
+    parser.add_argument("--repeats", type=count, default=3, help="timed decodes of each batch")
 
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def decode(
     ids = [engine.add_request(prompt_token_ids=prompt, params=params) for prompt in prompts]
     parts: dict[str, list[RequestOutput]] = {name: [] for name in ids}
     times, reads = list[float](), list[float]()
-    read = engine.scheduler._read_experts
+    read = engine.scheduler._results.read_experts
 
     def timed_read(*given: Any) -> Any:
         begin = time.perf_counter()
@@ -128,7 +129,7 @@ def decode(
         reads.append(time.perf_counter() - begin)
         return experts
 
-    engine.scheduler._read_experts = timed_read if params.return_routed_experts else read
+    engine.scheduler._results.read_experts = timed_read if params.return_routed_experts else read
     last = time.perf_counter()
     while engine.has_unfinished_requests():
         outputs = engine.step()
@@ -139,7 +140,7 @@ def decode(
         last = now
         for output in outputs:
             parts[output.request_id].append(output)
-    engine.scheduler._read_experts = read
+    engine.scheduler._results.read_experts = read
     tokens = [[token for one in parts[name] for token in one.new_token_ids] for name in ids]
     if params.return_routed_experts:
         for prompt, new, name in zip(prompts, tokens, ids, strict=True):

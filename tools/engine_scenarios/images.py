@@ -30,6 +30,7 @@ from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.processor import RequestProcessor
 from compiled_mtp.model_config import VisionConfig
 from compiled_mtp.plan import EncodeSlice, ImageSpan
+from compiled_mtp.terminal.flags import count
 from compiled_mtp.vision.images import PreparedImage, prepare_image
 from engine_scenarios import common
 
@@ -49,9 +50,9 @@ _TEXT = 20
 def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser)
     parser.add_argument("--image", default="1024x1024", help="sizes, WIDTHxHEIGHT, separated by commas")
-    parser.add_argument("--streams", type=common.count, default=4, help="streams that decode meanwhile")
-    parser.add_argument("--max-tokens", type=common.count, default=64)
-    parser.add_argument("--repeats", type=common.count, default=3)
+    parser.add_argument("--streams", type=count, default=4, help="streams that decode meanwhile")
+    parser.add_argument("--max-tokens", type=count, default=64)
+    parser.add_argument("--repeats", type=count, default=3)
 
 
 def vision_of(shape: str, hidden_size: int, vocab_size: int, most_pixels: int) -> VisionConfig:

@@ -39,6 +39,7 @@ from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.plan import Admit, StepPlan
 from compiled_mtp.request import RequestMetrics, SamplingParams
 from compiled_mtp.runner import spec
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,15 +95,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser, may_be_auto=True)
     common.add_clock_flag(parser)
     parser.add_argument("--kind", type=some_of(KINDS), default=["edits"], help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--texts", type=common.count, default=200, help="how many of each kind")
+    parser.add_argument("--texts", type=count, default=200, help="how many of each kind")
     parser.add_argument("--batch", type=common.numbers, default=[1], help="texts decoded at a time")
-    parser.add_argument("--max-batch", type=common.count, help="slots; default: the largest --batch")
+    parser.add_argument("--max-batch", type=count, help="slots; default: the largest --batch")
     parser.add_argument(
         "--lookup", type=some_of(LOOKUPS), default=[*LOOKUPS], help=f"of {', '.join(LOOKUPS)}"
     )
-    parser.add_argument("--most-tokens", type=common.count, default=2000, help="of prompt or output")
+    parser.add_argument("--most-tokens", type=count, default=2000, help="of prompt or output")
     parser.add_argument(
-        "--most-output", type=common.count, help="decode so many tokens from a random place of each output on"
+        "--most-output", type=count, help="decode so many tokens from a random place of each output on"
     )
     parser.add_argument(
         "--rates",
@@ -221,8 +222,8 @@ def open_engine(flags: argparse.Namespace, lookup: str) -> tuple[Engine, dict[in
         )
     if flags.at_depth is not None:
         assert flags.mtp_step == "auto", f"--at-depth needs --mtp-step auto, got {flags.mtp_step}"
-        assert engine._depths is not None
-        engine._depths.controller.choose = lambda *_: flags.at_depth  # type: ignore[method-assign]
+        assert engine._steps.depths is not None
+        engine._steps.depths.controller.choose = lambda *_: flags.at_depth  # type: ignore[method-assign]
     return engine, force_outputs(engine)
 
 

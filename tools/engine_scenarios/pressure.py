@@ -25,6 +25,7 @@ from typing import Any
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 
@@ -34,8 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=3968, help="tokens that each request asks for")
-    parser.add_argument("--new-tokens", type=common.count, default=300, help="tokens that each request uses")
-    parser.add_argument("--repeats", type=common.count, default=1, help="runs on each pool")
+    parser.add_argument("--new-tokens", type=count, default=300, help="tokens that each request uses")
+    parser.add_argument("--repeats", type=count, default=1, help="runs on each pool")
     parser.add_argument("--offload-gb", type=float)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 
@@ -25,9 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser)
     parser.set_defaults(mtp_step=7)
     parser.add_argument("--batch", type=common.numbers, default=[1, 8], help="requests, separated by commas")
-    parser.add_argument("--context", type=common.count, default=256, help="prompt tokens")
-    parser.add_argument("--tokens", type=common.count, default=256, help="tokens of a continuation")
-    parser.add_argument("--repeats", type=common.count, default=3, help="timed calls of each kind")
+    parser.add_argument("--context", type=count, default=256, help="prompt tokens")
+    parser.add_argument("--tokens", type=count, default=256, help="tokens of a continuation")
+    parser.add_argument("--repeats", type=count, default=3, help="timed calls of each kind")
 
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from compiled_mtp.plan import StepPlan, StepResult
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server.interpreter import settle_interpreter
 from compiled_mtp.spec.policy import DepthPolicy
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 CHECKED, CHECKED_TOKENS = 12, 16
@@ -258,7 +259,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fixed-depths", type=common.numbers, default=[], help="with --mtp-step auto, separated by commas"
     )
-    parser.add_argument("--max-batch", type=common.count, help="default: the most streams")
+    parser.add_argument("--max-batch", type=count, help="default: the most streams")
     parser.add_argument("--accept", type=float, default=2.6, help="mean new tokens per round at mtp_step 3")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to ours")
 

@@ -23,6 +23,7 @@ import torch
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 _SLOWEST = 8
@@ -59,8 +60,8 @@ class Kernels:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser, may_be_auto=True)
     parser.set_defaults(mtp_step="auto")
-    parser.add_argument("--max-batch", type=common.count, default=64)
-    parser.add_argument("--max-model-len", type=common.count, default=1024)
+    parser.add_argument("--max-batch", type=count, default=64)
+    parser.add_argument("--max-model-len", type=count, default=1024)
     parser.add_argument("--empty-cache", action="store_true", help="begin with an empty Triton cache")
 
 

@@ -21,6 +21,7 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import SamplingParams
+from compiled_mtp.terminal.flags import count
 from engine_scenarios import common
 
 PROMPTS = [[index, 5, 6] * length for index, length in ((3, 1), (4, 40))]
@@ -28,9 +29,9 @@ PROMPTS = [[index, 5, 6] * length for index, length in ((3, 1), (4, 40))]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_engine_flags(parser)
-    parser.add_argument("--repeats", type=common.count, default=3, help="updates, and sleeps, that are timed")
-    parser.add_argument("--max-batch", type=common.count, default=8)
-    parser.add_argument("--max-model-len", type=common.count, default=4096)
+    parser.add_argument("--repeats", type=count, default=3, help="updates, and sleeps, that are timed")
+    parser.add_argument("--max-batch", type=count, default=8)
+    parser.add_argument("--max-model-len", type=count, default=4096)
 
 
 def used_bytes(device: torch.device) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from compiled_mtp.ops.blocks import KINDS, UNIT, pack_scales, values
+from compiled_mtp.ops.coded_weight import count_partials
 from compiled_mtp.ops.linear_blocks import (
     block_rows,
-    count_partials,
     linear_blocks,
     linear_blocks_partials,
     linear_blocks_silu_mul,
@@ -43,7 +43,7 @@ def call(
     if how == "gated" and not prefill:
         return linear_blocks_silu_mul(x, weight, scale, kind)
     if how == "parts":
-        count = 1 if prefill else count_partials(weight, x.shape[0], kind)
+        count = 1 if prefill else count_partials(weight, x.shape[1])
         return linear_blocks_partials(x, weight, scale, kind, count, 0, prefill)
     return linear_blocks(x, weight, scale, kind, False, prefill)
 

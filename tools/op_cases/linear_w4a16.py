@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from compiled_mtp.ops.coded_weight import count_partials
 from compiled_mtp.ops.int4 import dequantize, pack_groups
 from compiled_mtp.ops.linear_w4a16 import (
-    count_partials,
     linear_w4a16,
     linear_w4a16_partials,
     linear_w4a16_silu_mul,
@@ -41,7 +41,7 @@ def call(
     if kind == "gated" and not prefill:
         return linear_w4a16_silu_mul(x, weight, scale)
     if kind == "parts":
-        count = 1 if prefill else count_partials(weight, x.shape[0])
+        count = 1 if prefill else count_partials(weight, x.shape[1])
         return linear_w4a16_partials(x, weight, scale, count, 0, prefill)
     return linear_w4a16(x, weight, scale, False, prefill)
 

@@ -20,7 +20,7 @@ from compiled_mtp.benchmarks.gpu_rates import time_us
 from compiled_mtp.benchmarks.released_shapes import fill_random, model_config
 from compiled_mtp.cache.kv_cache import KVCache
 from compiled_mtp.cache.state_cache import StateCache
-from compiled_mtp.models.layers import Linear
+from compiled_mtp.models.linear import Linear
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.resident import choose_resident
 from compiled_mtp.models.rotary import rotary_table

@@ -18,12 +18,29 @@ from compiled_mtp.models.config_keys import FIX, Keys, read_json
 SECTION = "quantization_config"
 _REMEDY = "use the bf16 or the FP8 release of the model, or one in a supported format (docs/checkpoints.md)"
 METHODS = ("fp8", "gptq", "auto-round", "awq", "compressed-tensors", "modelopt")
-_PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
+# The packings of AutoRound, with the number that is added to a stored zero point of GPTQ's tensors; None for
+# other tensors.
+_PACKINGS = {
+    "auto_round:auto_gptq": 1,
+    "auto_round:auto_awq": None,
+    "auto_round": 0,
+    "auto_round:gptqmodel": 0,
+    "auto_round:llm_compressor": None,
+    "auto_round:fp8": None,
+    "auto_round:fp8_static": None,
+}
+_DATA_TYPES = ("int", "fp", "mx_fp", "mx_fp_rceil", "nv_fp", "nv_fp4_with_static_gs")
+# Rotations of activations, by the keys of compressed-tensors and AutoRound.
+_ROTATIONS = ("transform_config", "rotation_config", "spinquant_config")
 _TENSORS_FORMATS = (
     *("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
-    *("naive-quantized", "mixed-precision"),
+    *("mxfp8-quantized", "naive-quantized", "mixed-precision", "int-quantized", "dense"),
 )
-_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+# modelopt writes some of them in lower case.
+_ALGORITHMS = (
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4"),
+    *("MXFP8", "MIXED_PRECISION"),
+)
 # An AutoRound entry of 16 bits or more is not quantised.
 _BITS = (4, 8)
 
@@ -58,10 +75,13 @@ def read_claims(root: Path) -> Claims:
 
 def claims_of(section: dict[str, Any]) -> Claims:
     """Read the claims of a quantization_config. Raises ValueError for an unsupported method or packing."""
-    method = section.get("quant_method")
-    check(
-        method in METHODS, "quantization_config.quant_method", f"be {' or '.join(METHODS)}", method, _REMEDY
-    )
+    # modelopt's older versions name the producer alone.
+    producer = Keys(section).section("producer").get("name")
+    method = section.get("quant_method", "modelopt" if producer == "modelopt" else None)
+    got = "none, as MLX writes it" if method is None and "group_size" in section else method
+    check(method in METHODS, "quantization_config.quant_method", f"be {' or '.join(METHODS)}", got, _REMEDY)
+    for key in _ROTATIONS:
+        _check_key(section, key, (None, {}))
     match method:
         case "fp8":
             return _fp8(section)
@@ -102,11 +122,19 @@ def _gptq(section: dict[str, Any]) -> Claims:
 def _auto_round(section: dict[str, Any]) -> Claims:
     # `extra_config` overrides these keys for some names; entries of 16 bits are not quantised.
     parts = [section, *_sections(section.get("extra_config"))]
-    parts = [part for part in parts if Keys(part).integer("bits", 4) < 16]
+    parts = [part for part in parts if not (type(bits := part.get("bits")) is int and bits >= 16)]
     _check_bits(parts, "bits")
+    packing = section.get("packing_format")
     _check_key(section, "packing_format", (None, *_PACKINGS))
-    _check_key(section, "data_type", (None, "int"))
-    return Claims(group_sizes=_group_sizes(parts), zero_offset=1, is_symmetric=_agreed(parts, "sym"))
+    for part in parts:
+        _check_key(part, "data_type", (None, *_DATA_TYPES))
+    if section.get("data_type", "int") != "int":
+        return Claims()
+    return Claims(
+        group_sizes=_group_sizes(parts),
+        zero_offset=None if packing is None else _PACKINGS[packing],
+        is_symmetric=_agreed(parts, "sym"),
+    )
 
 
 def _awq(section: dict[str, Any]) -> Claims:
@@ -122,17 +150,19 @@ def _compressed_tensors(section: dict[str, Any]) -> Claims:
     groups = list(_sections(section.get("config_groups")))
     for each in (section, *groups):
         _check_key(each, "format", (None, *_TENSORS_FORMATS))
-    _check_key(section, "quantization_status", (None, "compressed"))
-    # Unsupported: rotations of activations, and sparse weights that omit zeros.
-    for key in ("transform_config", "sparsity_config"):
-        _check_key(section, key, (None, {}))
+    # "frozen" are plain weights, of a checkpoint with scales of keys and values.
+    _check_key(section, "quantization_status", (None, "compressed", "frozen"))
+    # Unsupported: sparse weights that omit zeros. Older versions describe dense ones too.
+    if Keys(section).section("sparsity_config").get("format") != "dense":
+        _check_key(section, "sparsity_config", (None, {}))
     weights = [Keys(group).section("weights") for group in groups]
     _check_bits(weights, "num_bits")
     integers = [part for part in weights if part.get("type", "int") == "int"]
     for part in integers:
-        _check_key(part, "strategy", (None, "group", "channel"))
-    whole = [{"group_size": -1} for part in integers if part.get("strategy") == "channel"]
-    grouped = [part for part in integers if part.get("strategy") != "channel"]
+        _check_key(part, "strategy", (None, "group", "channel", "tensor"))
+    rows = ("channel", "tensor")
+    whole = [{"group_size": -1} for part in integers if part.get("strategy") in rows]
+    grouped = [part for part in integers if part.get("strategy") not in rows]
     # "weight", or "static", quantises columns by importance and stores them in order.
     is_reordered = any(part.get("actorder") in ("group", "dynamic", True) for part in integers)
     return Claims(group_sizes=_group_sizes([*whole, *grouped]), is_reordered=is_reordered)
@@ -142,7 +172,8 @@ def _check_algorithms(section: dict[str, Any], name: str) -> None:
     """Raise ValueError for an unsupported modelopt algorithm (quant_algo) of all layers or of one."""
     found = [section, *_sections(section.get("quantized_layers"))]
     for algorithm in (part["quant_algo"] for part in found if part.get("quant_algo") is not None):
-        check(algorithm in _ALGORITHMS, name, f"be {' or '.join(_ALGORITHMS)}", algorithm, _REMEDY)
+        known = isinstance(algorithm, str) and algorithm.upper() in _ALGORITHMS
+        check(known, name, f"be {' or '.join(_ALGORITHMS)}", algorithm, _REMEDY)
 
 
 def _sections(value: object) -> Iterator[dict[str, Any]]:
@@ -159,10 +190,9 @@ def _check_key(section: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> N
 
 
 def _check_bits(parts: Iterable[dict[str, Any]], key: str) -> None:
-    for part in parts:
-        bits = Keys(part).integer(key, _BITS[0])
+    for bits in (part[key] for part in parts if part.get(key) is not None):
         rule = f"be {' or '.join(map(str, _BITS))}"
-        check(bits in _BITS, f"{SECTION}.{key}", rule, bits, _REMEDY)
+        check(type(bits) is int and bits in _BITS, f"{SECTION}.{key}", rule, shown(bits, repr), _REMEDY)
 
 
 def _group_sizes(parts: Iterable[dict[str, Any]]) -> tuple[int, ...]:
@@ -180,5 +210,5 @@ def _group_sizes(parts: Iterable[dict[str, Any]]) -> tuple[int, ...]:
 
 def _agreed(parts: Iterable[dict[str, Any]], key: str) -> bool | None:
     """The value on which all of `parts` with the key agree; None if they differ or none has the key."""
-    found = {Keys(part).flag(key, False) for part in parts if key in part}
+    found = {Keys(part).flag(key, False) for part in parts if part.get(key) is not None}
     return found.pop() if len(found) == 1 else None

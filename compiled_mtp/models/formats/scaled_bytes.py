@@ -1,8 +1,9 @@
-"""FP8 with a factor per row or per tensor: compressed-tensors' float-quantized, modelopt's FP8.
+"""FP8 and int8 with a factor per row or per tensor: compressed-tensors' float-quantized and int-quantized,
+modelopt's and AutoRound's FP8.
 
-`weight` [N, K] e4m3, `weight_scale` [N, 1] or [1]. W = weight * weight_scale. The static scale of activations
-(`input_scale`) is not read: products take plain rows. FP8 in blocks of 128 by 128 is another format, which
-operators read without multiplying it out (`weight_format.FP8`).
+`weight` [N, K] e4m3 or int8, `weight_scale` [N, 1], [N] or [1]. W = weight * weight_scale. The static scale
+of activations (`input_scale`) is not read: products take plain rows. FP8 in blocks of 128 by 128 is another
+format, which operators read without multiplying it out (`weight_format.FP8`).
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ from compiled_mtp.models.formats.claims import Claims
 from compiled_mtp.models.formats.weight import AGAIN, FLOATS, PackedWeight
 from compiled_mtp.models.headers import Header
 
+_KINDS = {"F8_E4M3": "FP8", "I8": "int8"}
 
-class ScaledFP8(PackedWeight):
-    """A linear in FP8 with a factor per row or per tensor."""
 
-    required: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("F8_E4M3",), "weight_scale": FLOATS}
+class ScaledBytes(PackedWeight):
+    """A linear in FP8 or int8 with a factor per row or per tensor."""
+
+    required: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": tuple(_KINDS), "weight_scale": FLOATS}
     unread = ("input_scale",)
 
     @classmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether `weight` is FP8 and `weight_scale` is stored."""
-        return "weight" in parts and parts["weight"].dtype == "F8_E4M3" and "weight_scale" in parts
+        """Whether `weight` is FP8 or int8 and `weight_scale` is stored."""
+        return "weight" in parts and parts["weight"].dtype in _KINDS and "weight_scale" in parts
 
     @property
     def dtype(self) -> str:
         """The format in words."""
-        return f"FP8, a scale a {'row' if self.has_row_scales else 'tensor'}"
+        kind = _KINDS[self.parts["weight"].dtype]
+        return f"{kind}, a scale a {'row' if self.has_row_scales else 'tensor'}"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
         """Return N and K of the values. Raises ValueError unless there is one scale, or one per row."""
