@@ -252,7 +252,7 @@ def multiplied_out(
     layout = FAMILIES[config.family].layout(config, weights, formats)
 
     def is_changed(name: str) -> bool:
-        forms = (formats.get(piece.parameter, PLAIN) for piece in layout[name].pieces)
+        forms = (formats.get(shard.parameter, PLAIN) for shard in layout[name].shards)
         is_fp8 = weights[name].dtype == FP8.header_dtype
         return is_packed(weights[name]) or (is_fp8 and not all(form.has_factors for form in forms))
 

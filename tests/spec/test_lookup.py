@@ -75,7 +75,9 @@ def test_a_machine_that_becomes_faster_is_noticed() -> None:
 
 
 def test_the_depth_learns_nothing_from_looked_up_rounds() -> None:
-    """Their tokens say how the text repeats itself, not how well a chain drafts."""
+    """Their tokens say how the text repeats itself, not how well a chain drafts; their times are those of
+    more rows.
+    """
     seconds = [0.0]
     policies = [DepthPolicy((1, 3), (1, 2), lambda: seconds[0], wide_drafts=WIDTH) for _ in range(2)]
     for step_id in range(60):
@@ -88,14 +90,29 @@ def test_the_depth_learns_nothing_from_looked_up_rounds() -> None:
             verify = WIDTH if is_looked_up else depth
             plan = StepPlan(step_id, "decode", (1,), (1,), RoundShape(verify, depth), num_drafts=depth)
             policy.launch(plan)
-            seconds[0] += 0.5
+            # Only a shorter time shows: others count as load.
+            seconds[0] += 0.125 if is_looked_up else 0.5
             new = list(range(16)) if is_looked_up else [1, 2]
             policy.read(StepResult(plan, [new], matches=[[9 if is_looked_up else 0, 0]]))
     for policy in policies:
         policy.controller._learn()
     one, other = (policy.controller._gains.tokens() for policy in policies)
     assert one == other
+    one, other = (policy.controller.speeds(*CLASS) for policy in policies)
+    assert one == other
+    assert one[3] > 0
     assert policies[0].wide.kept == 20 * 15
+
+
+def test_a_wide_round_whose_drafts_were_a_chain_s_counts_as_one_round() -> None:
+    policy = DepthPolicy((DEPTH,), (1, 2), wide_drafts=WIDTH)
+    for step_id in range(200):
+        plan = StepPlan(step_id, "decode", (1,), (1,), RoundShape(WIDTH, DEPTH), num_drafts=DEPTH)
+        policy.launch(plan)
+        policy.read(StepResult(plan, [[1, 2]], matches=[[0, 0]]))
+    for seconds, is_wide in ((1.0, False), (1.1, True)):
+        policy.wide._seconds[CLASS, DEPTH, is_wide] = seconds
+    assert not policy.wide.pays(DEPTH, CLASS)
 
 
 def test_requests_beside_a_looked_up_one_still_teach_the_depth() -> None:
