@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from compiled_mtp.ops.blocks import KINDS
+from compiled_mtp.ops.k_splits import NARROW_ROWS
 
 # Of an H100's and an H200's 132 processors: of fewer programs a tile is too large.
 MIN_PROGRAMS = 120
@@ -37,6 +38,11 @@ class LeftForm:
     above: int
     fields: int
     parts_per_scale: int
+
+    @property
+    def scale_words(self) -> int:
+        """Words of 32 bits that hold the scales of a unit of a row."""
+        return self.fields if is_int4(self) else (self.fields + 1) // 2
 
     def constants(self) -> dict[str, Any]:
         """The kernels' arguments of these names."""
@@ -89,7 +95,8 @@ class LargeMTile:
 
     A tile has `block_m` rows, and 64 weight rows for each of `groups` warp groups. registers: those of a
     thread of the warp groups that multiply. num_stages: chunks of `chunk` units of 128 columns in shared
-    memory. ahead: chunks whose scales are loaded early. cycles: what a unit takes on an H200.
+    memory. ahead: chunks whose scales are loaded early; with 0, scales are copied to shared memory. cycles:
+    what a unit takes on an H200.
     """
 
     block_m: int
@@ -101,8 +108,9 @@ class LargeMTile:
     cycles: int = 1000
 
     def shared_bytes(self, form: LeftForm) -> int:
-        """Shared memory of a program: rows in bfloat16, words."""
-        unit = self.block_m * 256 + self.groups * GROUP_ROWS * 2 * form.words
+        """Shared memory of a program: rows in bfloat16, words, and scales where they are copied."""
+        scales = 0 if self.ahead else 4 * form.scale_words
+        unit = self.block_m * 256 + self.groups * GROUP_ROWS * (2 * form.words + scales)
         return self.num_stages * self.chunk * unit
 
 
@@ -156,12 +164,33 @@ def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> Lef
     return LeftTile(block_m, block_n, block_n // 16, 1, stages)
 
 
+# Tiles of at most 8 and 16 rows on Hopper.
+FEW_ROWS_TILES = (LargeMTile(8, 2, 232, 4, 4, 0, cycles=460), LargeMTile(16, 2, 232, 3, 4, 0, cycles=530))
+# Of fewer tasks they leave too many processors idle.
+FEW_ROWS_TASKS = 80
+
+
+def few_rows_tile(
+    rows: int, n: int, split: int, form: LeftForm, processors: int = PROCESSORS
+) -> LargeMTile | None:
+    """The tile on Hopper for at most 16 rows of a weight of `n` rows whose K has `split` splits; None where
+    `left_kernel` is faster in a step: for K splits, whose tasks are short, for weights of few rows, and for
+    kinds whose codes take many instructions."""
+    few, more = FEW_ROWS_TILES
+    tasks = -(-n // (few.groups * GROUP_ROWS))
+    if split > 1 or not (is_int4(form) or form.kind == "NVFP4"):
+        return None
+    if rows <= few.block_m:
+        return few if is_int4(form) and tasks > processors else None
+    return more if tasks >= FEW_ROWS_TASKS else None
+
+
 # Tiles of large-M products: of kinds with one scale a unit, which multiplies its sum, of kinds that scale
 # values, and of the others.
 SUM_TILES = (
     LargeMTile(32, 5, 88, 4, cycles=1680),
     LargeMTile(32, 3, 152, 5, cycles=1030),
-    LargeMTile(32, 2, 232, 3, 4, 1, cycles=660),
+    LargeMTile(32, 2, 232, 3, 4, 0, cycles=660),
     LargeMTile(64, 3, 152, 4, cycles=1320),
     LargeMTile(64, 2, 232, 4, cycles=1040),
     LargeMTile(128, 2, 232, 4, ahead=3, cycles=1470),
@@ -192,3 +221,12 @@ def large_m_tile(
     least = min(max(tile.block_m for tile in tiles), 32 if rows <= 32 else 64 if rows <= 64 else 128)
     fitting = (tile for tile in tiles if tile.block_m >= least)
     return min(fitting, key=lambda tile: share_tasks(tile, rows, n, split, units, processors).cycles)
+
+
+def hopper_tile(
+    rows: int, n: int, split: int, units: int, form: LeftForm, processors: int = PROCESSORS
+) -> LargeMTile | None:
+    """The tile of `left_large_m_kernel` for any number of rows; None where `left_kernel` is faster."""
+    if rows <= NARROW_ROWS:
+        return few_rows_tile(rows, n, split, form, processors)
+    return large_m_tile(rows, n, split, units, form, processors)

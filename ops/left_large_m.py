@@ -1,4 +1,5 @@
-"""The product of `left_product` for many rows, on Hopper: warps that load, and warp groups that multiply.
+"""The product of `left_product` on Hopper, for many rows and, where `few_rows_tile` says so, for few: warps
+that load, and warp groups that multiply.
 
 Each warp group decodes 64 weight rows in registers, the left operand of `wgmma`; all rows of a tile are the
 right one, in shared memory. While one group decodes, the tensor cores work for another, and for the units
@@ -26,6 +27,7 @@ from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.left_config import GROUP_ROWS, LargeMTile, share_tasks
 from compiled_mtp.ops.left_load import load_chunks
 from compiled_mtp.ops.left_operand import LeftWeight, memory_layout
+from compiled_mtp.ops.left_scales import words_of_scales
 from compiled_mtp.ops.left_sums import multiply_chunks
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -54,10 +56,14 @@ def left_large_m_kernel(
     end = ((program + 1) * share + gl.minimum(program + 1, more)) * unit
     words = gl.allocate_shared_memory(gl.int16, [STAGES * CHUNK * GROUPS, 64, 32], memory_layout(32))
     above = words
+    fields = words
     if ABOVE > 0:
         above = gl.allocate_shared_memory(
             gl.int16, [STAGES * CHUNK * GROUPS, 64, ABOVE], memory_layout(ABOVE)
         )
+    if AHEAD == 0:
+        COUNT: gl.constexpr = STAGES * CHUNK * GROUPS * words_of_scales(KIND, FIELDS)
+        fields = gl.allocate_shared_memory(gl.int32, [COUNT, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * CHUNK, BM, 128], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -66,11 +72,12 @@ def left_large_m_kernel(
         mbarrier.init(full.index(stage), count=129)
         mbarrier.init(empty.index(stage), count=GROUPS)
     given = (
-        weight_scale, out, words, above, shared_x, full, empty, slots, flags, rows, n, units, all_units,
-        num_tiles, begin, end,
+        weight_scale, out, words, above, fields, shared_x, full, empty, slots, flags, rows, n, units,
+        all_units, num_tiles, begin, end,
     )  # fmt: skip
     sources = (
-        x, weight, words, above, shared_x, full, empty, rows, n, weight_stride, units, num_tiles, begin, end
+        x, weight, weight_scale, words, above, fields, shared_x, full, empty, rows, n, weight_stride, units,
+        num_tiles, begin, end,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
@@ -83,7 +90,10 @@ def left_large_m_kernel(
                     multiply_chunks,
                     (given, 1, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
-                (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
+                (
+                    load_chunks,
+                    (sources, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, FIELDS, ABOVE, BLOCK_WORDS, GATED, PDL),
+                ),
             ],
             [4, 4],
             [REGISTERS, 40],
@@ -103,7 +113,10 @@ def left_large_m_kernel(
                     multiply_chunks,
                     (given, 2, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
-                (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
+                (
+                    load_chunks,
+                    (sources, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, FIELDS, ABOVE, BLOCK_WORDS, GATED, PDL),
+                ),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 40],
@@ -127,7 +140,10 @@ def left_large_m_kernel(
                     multiply_chunks,
                     (given, 3, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
-                (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
+                (
+                    load_chunks,
+                    (sources, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, FIELDS, ABOVE, BLOCK_WORDS, GATED, PDL),
+                ),
             ],
             [4, 4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS, 40],
@@ -155,7 +171,10 @@ def left_large_m_kernel(
                     multiply_chunks,
                     (given, 4, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, WIDTH, FIELDS, PARTS, GATED, PDL),
                 ),
-                (load_chunks, (sources, BM, GROUPS, STAGES, CHUNK, KIND, ABOVE, BLOCK_WORDS, GATED, PDL)),
+                (
+                    load_chunks,
+                    (sources, BM, GROUPS, STAGES, CHUNK, AHEAD, KIND, FIELDS, ABOVE, BLOCK_WORDS, GATED, PDL),
+                ),
             ],
             [4, 4, 4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS, REGISTERS, 40],

@@ -6,8 +6,8 @@ import torch
 
 from compiled_mtp.ops.descriptors import is_describable
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.k_splits import NARROW_ROWS, add_tree
-from compiled_mtp.ops.left_config import large_m_tile, left_tile
+from compiled_mtp.ops.k_splits import add_tree
+from compiled_mtp.ops.left_config import hopper_tile, left_tile
 from compiled_mtp.ops.left_large_m import launch_left_large_m
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.left_product import UNIT, launch_left
@@ -19,12 +19,12 @@ def launch_left_product(
     """[k_splits, M, N] of K in `k_splits` K splits, or [1, M, N / 2] where gated."""
     rows, n = x.shape[0], weight.words.shape[0]
     device = device_of(x.device.index)
-    if rows > NARROW_ROWS and device.arch == "sm_90" and is_describable(x):
+    if rows > 0 and device.arch == "sm_90" and is_describable(x):
         units = x.shape[1] // UNIT // k_splits
-        large = large_m_tile(rows, n, k_splits, units, weight.form, device.num_processors)
-        return launch_left_large_m(large, x, weight, k_splits, dtype, gated)
-    tile = left_tile(rows, n, k_splits, gated, weight.form)
-    return launch_left(tile, x, weight, k_splits, dtype, gated)
+        tile = hopper_tile(rows, n, k_splits, units, weight.form, device.num_processors)
+        if tile is not None:
+            return launch_left_large_m(tile, x, weight, k_splits, dtype, gated)
+    return launch_left(left_tile(rows, n, k_splits, gated, weight.form), x, weight, k_splits, dtype, gated)
 
 
 def launch_left_partials(

@@ -17,16 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.left_config import LeftTile
-from compiled_mtp.ops.left_decode import (
-    decode_part,
-    fields_of,
-    finish,
-    load_codes,
-    load_fields,
-    own_fields,
-    scale_of,
-    words_of_scales,
-)
+from compiled_mtp.ops.left_decode import decode_part, finish, load_codes
 from compiled_mtp.ops.left_operand import (
     LeftWeight,
     copy_layout,
@@ -39,6 +30,7 @@ from compiled_mtp.ops.left_operand import (
     words_above,
     words_of_rows,
 )
+from compiled_mtp.ops.left_scales import fields_of, load_fields, own_fields, scale_of, words_of_scales
 
 OPTIONS = {"enable_fp_fusion": True}
 UNIT = 128

@@ -8,17 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from compiled_mtp.ops.left_decode import (
-    decode_part,
-    fields_of,
-    finish,
-    load_codes,
-    load_fields,
-    own_fields,
-    scale_of,
-    words_of_scales,
-)
+from compiled_mtp.ops.left_decode import decode_part, finish, load_codes
 from compiled_mtp.ops.left_operand import spread, store_tile, weight_row
+from compiled_mtp.ops.left_scales import fields_of, load_fields, own_fields, scale_of, words_of_scales
 from compiled_mtp.ops.persistent_slots import await_flag, keep, load_slot, set_flag, store_slot, sums_layout
 
 
@@ -81,6 +73,19 @@ def add_chunk(
         return add_scaled(sums, own, total, COUNT - 1, layout, WIDTH, KIND)
 
 
+@gluon.jit
+def copied_fields(
+    fields, slot, GROUP: gl.constexpr, GROUPS: gl.constexpr, COUNT: gl.constexpr, PER_UNIT: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """The words of the scales of COUNT units in shared memory from `slot` on."""
+    own = ()
+    for index in gl.static_range(COUNT):
+        for word in gl.static_range(PER_UNIT):
+            own += (fields.index(((slot + index) * GROUPS + GROUP) * PER_UNIT + word).load(layout),)
+    return own
+
+
 @gluon.constexpr_function
 def one_strip(rows):
     """The strips of a group's sums, as ops.persistent_slots has them."""
@@ -99,12 +104,13 @@ def multiply_chunks(
     completes, and ends with the one that the program before began.
     """
     (
-        weight_scale, out, words, above, shared_x, full, empty, slots, flags, rows, n, units, all_units,
-        num_tiles, begin, end,
+        weight_scale, out, words, above, shared_fields, shared_x, full, empty, slots, flags, rows, n, units,
+        all_units, num_tiles, begin, end,
     ) = given  # fmt: skip
     layout: gl.constexpr = sums_layout(BM, False)
     STRIPS: gl.constexpr = one_strip(BM)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, left)
     PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
     length = (units + CHUNK - 1) // CHUNK
     row_tiles = (rows + BM - 1) // BM
@@ -119,7 +125,7 @@ def multiply_chunks(
         to_chunk = gl.minimum(end - task * length, length)
         own_tile = task // row_tiles % num_tiles * GROUPS + GROUP
         partial = task // row_tiles // num_tiles
-        row = weight_row(own_tile, n, gl.arange(0, 64, gl.SliceLayout(1, left)), 64, GATED)
+        row = weight_row(own_tile, n, gl.arange(0, 64, of_rows), 64, GATED)
         fields_at, field_step = fields_of(weight_scale, row, n, FIELDS, KIND)
         in_block = row % 16
         last = partial * units + units - 1
@@ -130,9 +136,12 @@ def multiply_chunks(
             await_flag(flags + (own - GROUPS))
             total = keep(load_slot(slots, own - GROUPS, STRIPS, False)[0])
         for _ in range(from_chunk, gl.minimum(to_chunk, units // CHUNK)):
-            later = unit + AHEAD * CHUNK
-            fields += load_fields(fields_at, in_block, field_step, later, last, CHUNK, FIELDS, KIND)
+            if AHEAD > 0:
+                later = unit + AHEAD * CHUNK
+                fields += load_fields(fields_at, in_block, field_step, later, last, CHUNK, FIELDS, KIND)
             mbarrier.wait(full.index(stage), phase)
+            if AHEAD == 0:
+                fields = copied_fields(shared_fields, stage * CHUNK, GROUP, GROUPS, CHUNK, PER_UNIT, of_rows)
             total = add_chunk(
                 words, above, shared_x, stage * CHUNK, fields, in_block, total, layout, GROUP, GROUPS, CHUNK,
                 WIDTH, FIELDS, KIND, PARTS,
@@ -148,11 +157,15 @@ def multiply_chunks(
             if to_chunk > units // CHUNK:
                 mbarrier.wait(full.index(stage), phase)
                 for index in range(units % CHUNK):
-                    fields_left = load_fields(
-                        fields_at, in_block, field_step, unit + index, last, 1, FIELDS, KIND
-                    )
+                    at = stage * CHUNK + index
+                    if AHEAD == 0:
+                        fields_left = copied_fields(shared_fields, at, GROUP, GROUPS, 1, PER_UNIT, of_rows)
+                    else:
+                        fields_left = load_fields(
+                            fields_at, in_block, field_step, unit + index, last, 1, FIELDS, KIND
+                        )
                     total = add_chunk(
-                        words, above, shared_x, stage * CHUNK + index, fields_left, in_block, total, layout,
+                        words, above, shared_x, at, fields_left, in_block, total, layout,
                         GROUP, GROUPS, 1, WIDTH, FIELDS, KIND, PARTS,
                     )  # fmt: skip
                 mbarrier.arrive(empty.index(stage), count=1)

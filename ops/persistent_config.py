@@ -20,10 +20,9 @@ STEP_BYTES = 128
 LEAST_ROWS = {2: 128, 1: 65}
 LEAST_PRODUCTS = {2: 9_000_000_000, 1: 3_300_000_000}
 # Numbers of the weight, if a norm adds K splits: then from WIDE_ROWS + 1 rows on, as gated products. In FP8 a
-# large one from 65 rows on, in bfloat16 a smaller one from LEAST_PARTS_PRODUCTS multiplications on.
+# large one from 65 rows on.
 LEAST_WEIGHT = 10_000_000
 LARGE_WEIGHT = 30_000_000
-LEAST_PARTS_PRODUCTS = 2_000_000_000
 # Chains of which several programs can take some each: then the weight decides here too.
 SHARED_CHAINS = 4
 # K splits that are stored apart for the norm: it reads few, and most processors have a task.
@@ -181,16 +180,9 @@ def choose_product(
     return min((one for one in products if fits(one, gated)), key=lambda product: product.least_us)
 
 
-def is_large_before_norm(rows: int, n: int, k: int, itemsize: int) -> bool:
-    """Return whether the kernel is faster than others with more than WIDE_ROWS rows before a norm."""
-    return n * k >= LEAST_WEIGHT or (itemsize == 2 and rows * n * k >= LEAST_PARTS_PRODUCTS)
-
-
-def has_few_parts(device: Device, rows: int, n: int, k: int, itemsize: int) -> bool:
-    """Return whether a product before a norm, of a whole weight [n, k], has WIDE_PARTS parts."""
-    if rows <= WIDE_ROWS or not device.has_copy_engine or device.arch != ARCH:
-        return False
-    return is_large_before_norm(rows, n, k, itemsize)
+def has_few_parts(device: Device, n: int, k: int) -> bool:
+    """Return whether a product before a norm has WIDE_PARTS parts above WIDE_ROWS rows."""
+    return device.has_copy_engine and device.arch == ARCH and n * k >= LEAST_WEIGHT
 
 
 def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, chains: int, gated: bool) -> bool:
@@ -198,9 +190,8 @@ def is_worth_it(rows: int, n: int, k: int, itemsize: int, parts: int, chains: in
     if rows > MOST_ROWS:
         return False
     if parts > 1:
-        if itemsize == 1 and n * k >= LARGE_WEIGHT:
-            return rows >= LEAST_ROWS[1]
-        return rows > WIDE_ROWS and is_large_before_norm(rows, n, k, itemsize)
+        is_large = itemsize == 1 and n * k >= LARGE_WEIGHT
+        return rows >= (LEAST_ROWS[1] if is_large else WIDE_ROWS + 1) and n * k >= LEAST_WEIGHT
     least_rows = WIDE_ROWS + 1 if gated else LEAST_ROWS[itemsize]
     if rows >= least_rows and chains >= SHARED_CHAINS and n * k >= LEAST_WEIGHT:
         return True

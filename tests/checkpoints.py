@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ def write_checkpoint(
     released = "per_expert" if is_next or fp8_scale is not None else "stacked"
     for prefix, layout in (("layers.", trunk_experts or released), ("mtp.", mtp_experts or released)):
         if layout == "per_expert":
-            weights = _unstack(weights, prefix)
+            weights = unstack(weights, prefix)
     stored = _round(weights, has_fp32_gates=fp32_gates if fp32_gates is not None else not is_next)
     if fp8_scale is not None:
         stored = _quantize(stored, fp8_scale)
@@ -330,7 +329,7 @@ def _gdn(c: Mapping[str, Any], is_next: bool, generator: torch.Generator) -> dic
     return {f"linear_attn.{name}": w for name, w in weights.items()}
 
 
-def _unstack(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def unstack(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """Split the stacked experts of the tensors whose names begin with `prefix`."""
     split: dict[str, torch.Tensor] = {}
     for name, w in weights.items():
@@ -445,66 +444,6 @@ def allocate(
     for parameter in parameters.values():
         parameter.fill_(float("nan") if parameter.is_floating_point() else -77)
     return parameters
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """transformers' float32 eager model and MTP head of one checkpoint."""
-
-    model: Any
-    mtp: Any | None
-
-    @torch.no_grad()
-    def target(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """token_ids [T] -> hidden states after the final norm [T,H], logits [T,V]."""
-        hidden = self.model.model(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
-        return hidden, self.model.lm_head(hidden)
-
-    @torch.no_grad()
-    def draft(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, cache: Any = None, first_position: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Pairs (token_ids [T], hidden [T,H] of the position before) -> h' [T,H], logits [T,V], cache.
-
-        `first_position` is the position of the first token; pass the returned cache to continue a chain.
-        """
-        from transformers.cache_utils import MtpCache
-
-        assert self.mtp is not None
-        cache = cache if cache is not None else MtpCache(config=self.mtp.config)
-        positions = torch.arange(first_position, first_position + len(token_ids))[None]
-        out = self.mtp.forward_layer(0, hidden[None], positions, cache, input_ids=token_ids[None])
-        return out[0], self.model.lm_head(out[0]), cache
-
-
-def oracle(directory: Path) -> Oracle:
-    """Load a checkpoint with transformers, in float32.
-
-    transformers reads a copy in which FP8 is dequantised and every expert has its own tensors: its MTP model
-    cannot read a head whose experts are stored differently from the trunk's (5.23).
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_layers import MtpModel
-
-    stored = {n: w for n, w in read_stored(directory).items() if not n.startswith("model.visual.")}
-    copy = directory / "oracle"
-    copy.mkdir(exist_ok=True)
-    plain = {re.sub(r"^model\.language_model\.", "model.", n): w for n, w in _unstack(stored, "").items()}
-    save_file(
-        {n: w.contiguous() for n, w in plain.items()}, copy / "model.safetensors", metadata={"format": "pt"}
-    )
-    config = json.loads((directory / "config.json").read_text())
-    config.pop("quantization_config", None)
-    text = config.pop("text_config", {})
-    config.pop("vision_config", None)
-    (copy / "config.json").write_text(json.dumps(config | text))
-    loaded = AutoConfig.from_pretrained(copy)
-    loaded.num_mtp_layers, loaded.mtp_layer_types = 1, ["full_attention"]
-    model = AutoModelForCausalLM.from_pretrained(
-        copy, config=loaded, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    has_head = any(name.startswith("mtp.") for name in stored)
-    return Oracle(model, MtpModel.from_pretrained(model).eval() if has_head else None)
 
 
 def count_weights(

@@ -253,6 +253,24 @@ def mxfp4() -> Packer:
     return pack
 
 
+def mxfp8() -> Packer:
+    """Pack MXFP8: groups of 32 with powers of two; a group of zeros has the least."""
+
+    def pack(w: np.ndarray) -> Packed:
+        w = w.copy()
+        w[1, :32] = 0
+        groups = w.reshape(len(w), -1, 32)
+        largest = np.abs(groups).max(2)
+        exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 448)).astype(np.int64)
+        exponents[largest == 0] = -127
+        scales = np.ldexp(np.float64(1), exponents).astype(np.float32)
+        codes = torch.from_numpy((groups / scales[:, :, None]).reshape(w.shape)).to(torch.float8_e4m3fn)
+        stored = {"weight": codes, "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8))}
+        return stored, codes.float() * torch.from_numpy(scales.repeat(32, 1))
+
+    return pack
+
+
 def quantise(
     directory: Path, choose: Callable[[str], Packer | None], config: Mapping[str, Any] | None = None
 ) -> Path:

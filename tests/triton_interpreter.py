@@ -27,7 +27,7 @@ def compute_correctly() -> None:
     handle = interpreter.TensorHandle
     builder = interpreter.InterpreterBuilder
     plain_cast, plain_binary, plain_unary = builder.cast_impl, builder.binary_op, builder.unary_op
-    plain_fma, plain_clamp = builder.create_fma, builder.create_clampf
+    plain_clamp = builder.create_clampf
 
     def decode(value: Any) -> Any:
         """Return the numbers of a handle in a dtype that NumPy can compute with."""
@@ -76,11 +76,16 @@ def compute_correctly() -> None:
         product = np.matmul(decode(a).astype(wide), decode(b).astype(wide))
         return handle(product.astype(accumulator.data.dtype) + accumulator.data, accumulator.dtype.scalar)
 
+    def fma(self: Any, a: Any, b: Any, c: Any) -> Any:
+        # Rounded once, except where the sum needs more than float64 has.
+        wide = a.data.astype(np.float64) * b.data.astype(np.float64) + c.data.astype(np.float64)
+        return handle(wide.astype(a.data.dtype), a.dtype.scalar)
+
     builder.cast_impl = cast
     builder.create_fp_to_fp = cast
     builder.binary_op = through_float32(plain_binary, 2)
     builder.unary_op = through_float32(plain_unary, 1)
-    builder.create_fma = through_float32(plain_fma, 3)
+    builder.create_fma = through_float32(fma, 3)
     builder.create_clampf = through_float32(plain_clamp, 3)
     builder.create_dot = dot
 

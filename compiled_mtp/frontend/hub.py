@@ -24,11 +24,15 @@ _TOKENIZER = "tokenizer.json"
 
 
 def is_repository(model: Path) -> bool:
-    """Return whether `model` names a repository of the Hub, or a GGUF file in one, and not a local path."""
+    """Return whether `model` names a repository of the Hub, or a GGUF file in one, and not a local path.
+
+    A file is local if its folder is, whether it exists or not.
+    """
     name, file = _split(model)
     if (file is None) == (model.suffix == ".gguf") or ".." in model.parts:
         return False
-    return _REPOSITORY.fullmatch(name) is not None and not model.exists()
+    is_local = model.exists() or (file is not None and model.parent.is_dir())
+    return _REPOSITORY.fullmatch(name) is not None and not is_local
 
 
 def find_checkpoint(model: Path, *, is_offline: bool = False) -> Path:

@@ -98,6 +98,8 @@ def hf_config(container: Container) -> dict[str, Any]:
     count = metadata.integer(".block_count")
     if count <= num_nextn:
         raise metadata.fail(".block_count", f"be more than its {num_nextn} MTP layers", count)
+    if not num_nextn and any(".nextn." in name for name in tensors):
+        raise metadata.fail(".nextn_predict_layers", "be 1 in a file with nextn tensors", num_nextn)
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise fail(str(container.path), "hold token_embd.weight", "none", "download the file again")
     is_whole = not _has_mtp(container) or any(name.startswith("blk.0.") for name in tensors)
@@ -144,8 +146,9 @@ def _eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
         wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
         if wrong:
             raise metadata.fail(key, f"be ids below {vocab_size}, the rows of token_embd.weight", wrong[0])
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    ends = {i for i, token in enumerate(tokens) if token in _ENDS}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    # Of another type they are refused where the tokenizer is read.
+    ends = {i for i, token in enumerate(tokens) if token in _ENDS} if isinstance(tokens, list) else set()
     return sorted(ends.union(*named.values()))
 
 

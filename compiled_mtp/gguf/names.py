@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from compiled_mtp.errors import check
+from compiled_mtp.errors import check, fail
 from compiled_mtp.gguf.config import architecture_of, hf_config
 from compiled_mtp.gguf.container import Container, Tensor
 
@@ -99,9 +99,15 @@ def checkpoint_sources(container: Container) -> dict[str, Source]:
     """The source of every tensor by its name in the checkpoint, without the trunk's prefix, in file order.
 
     The vision tower of Ollama's files is left out. A tensor without a name there keeps its own name, and the
-    loader refuses it as unused. Raises ValueError as `hf_config` does.
+    loader refuses it as unused. Raises ValueError as `hf_config` does, and for two tensors of one name there.
     """
-    return dict(_Names(container).all())
+    sources: dict[str, Source] = {}
+    for target, source in _Names(container).all():
+        if target in sources:
+            names = " and ".join(one.runs[0].tensor.name for one in (sources[target], source))
+            raise fail(str(container.path), f"hold {target} once", names, "convert the model again")
+        sources[target] = source
+    return sources
 
 
 class _Names:

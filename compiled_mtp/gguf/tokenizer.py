@@ -31,7 +31,7 @@ def is_byte_level(container: Container) -> bool:
     """Whether the file's tokenizer is of a kind that `tokenizer_json` can write."""
     metadata = container.metadata
     is_bpe = metadata.get("tokenizer.ggml.model") == "gpt2"
-    return is_bpe and metadata.get("tokenizer.ggml.pre") in _SPLITS
+    return is_bpe and metadata.get("tokenizer.ggml.pre") in tuple(_SPLITS)
 
 
 def tokenizer_json(container: Container) -> str:
@@ -82,7 +82,8 @@ def tokenizer_json(container: Container) -> str:
 def tokenizer_config(container: Container) -> dict[str, Any]:
     """The file's chat template and special tokens, with the keys of tokenizer_config.json."""
     metadata = container.metadata
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []
     config: dict[str, Any] = {}
     for name, key in (("eos", "eos"), ("pad", "padding"), ("bos", "bos"), ("unk", "unknown")):
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")

@@ -19,6 +19,7 @@ from compiled_mtp.models.formats.awq import AWQ
 from compiled_mtp.models.formats.claims import read_claims
 from compiled_mtp.models.formats.fp4 import MXFP4, NVFP4, ModeloptNVFP4
 from compiled_mtp.models.formats.gptq import GPTQ
+from compiled_mtp.models.formats.mxfp8 import MXFP8
 from compiled_mtp.models.formats.pack_quantized import PackQuantized
 from compiled_mtp.models.formats.scaled_bytes import ScaledBytes
 from compiled_mtp.models.formats.weight import PackedWeight
@@ -28,7 +29,7 @@ from compiled_mtp.models.weight_format import FP8
 
 # A linear's format is the first of these whose `marks` accepts its tensors.
 FORMATS: tuple[type[PackedWeight], ...] = (
-    *(AWQ, GPTQ, PackQuantized, MXFP4, NVFP4, ModeloptNVFP4, ScaledBytes),
+    *(AWQ, GPTQ, PackQuantized, MXFP4, NVFP4, ModeloptNVFP4, MXFP8, ScaledBytes),
 )
 # Names of tensors that mark a linear as quantised if they have one of these dtypes; None for any dtype.
 _MARKERS: Mapping[str, tuple[str, ...] | None] = {

@@ -129,14 +129,14 @@ def check_parameters(
         # The parameter of a convolution's weight [C, 1, 4] is [C, 4].
         is_conv = len(stored.shape) == 3 and not stored.is_stack
         row = stored.shape[2:] if stored.is_stack or is_conv else stored.shape[1:]
-        for piece in stored.pieces:
-            width = row if piece.columns is None else (piece.columns[1] - piece.columns[0],)
-            have = parameters.get(piece.parameter)
-            if have is None or tuple(have.shape)[1 if piece.expert is None else 2 :] != width:
-                wrong.append(piece.parameter)
+        for shard in stored.shards:
+            width = row if shard.columns is None else (shard.columns[1] - shard.columns[0],)
+            have = parameters.get(shard.parameter)
+            if have is None or tuple(have.shape)[1 if shard.expert is None else 2 :] != width:
+                wrong.append(shard.parameter)
             else:
                 count = stored.shape[0] if stored.is_stack else 1
-                filled[piece.parameter] += count * piece.rows * math.prod(width)
+                filled[shard.parameter] += count * shard.rows * math.prod(width)
     wrong += [name for name, count in filled.items() if count != parameters[name].numel()]
     if wrong:
         raise _misfit([f"parameters that do not fit: {first_few(dict.fromkeys(wrong))}"], path)

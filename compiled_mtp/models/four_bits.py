@@ -37,9 +37,9 @@ def four_bit_formats(layout: Layout, weights: Mapping[str, StoredWeight], device
     found: dict[str, WeightFormat | None] = {}
     for name, stored in layout.items():
         form = _format_of(weights.get(name))
-        for parameter in {piece.parameter for piece in stored.pieces}:
+        for parameter in {shard.parameter for shard in stored.shards}:
             is_able = form is not None and form.parameters.search(parameter) is not None
-            is_able = is_able and all(_is_in_blocks(piece) for piece in stored.pieces)
+            is_able = is_able and all(_is_in_blocks(shard) for shard in stored.shards)
             own = form if is_able and found.get(parameter, form) is form else None
             found[parameter] = own
     experts = {name: found.pop(name) for name in [*found] if EXPERTS.search(name)}
@@ -79,14 +79,14 @@ def made_up_formats(layout: Layout, group: int, device: torch.device) -> Formats
     """The formats of a model with four-bit weights that is filled without a checkpoint; its head is plain, as
     in the releases."""
     form = four_bits(group, torch.bfloat16)
-    parameters = {piece.parameter for stored in layout.values() for piece in stored.pieces}
+    parameters = {shard.parameter for stored in layout.values() for shard in stored.shards}
     parameters.discard("lm_head.weight")
     return {name: form for name in parameters if form.parameters.search(name) and form.is_read_on(device)}
 
 
-def _is_in_blocks(piece: WeightShard) -> bool:
+def _is_in_blocks(shard: WeightShard) -> bool:
     """Whether the shard's rows fill whole blocks of rows of a parameter."""
-    return piece.start % int4.ROWS == piece.rows % int4.ROWS == 0
+    return shard.start % int4.ROWS == shard.rows % int4.ROWS == 0
 
 
 def _format_of(weight: StoredWeight | None) -> WeightFormat | None:
@@ -103,14 +103,14 @@ def _format_of(weight: StoredWeight | None) -> WeightFormat | None:
 
 
 def fill_four_bits(
-    weight: StoredWeight, piece: WeightShard, words: torch.Tensor, groups: torch.Tensor
+    weight: StoredWeight, shard: WeightShard, words: torch.Tensor, groups: torch.Tensor
 ) -> None:
-    """Write the shard `piece` of a stored linear into the parameter `words` [N, K / 4] and its `groups`
+    """Write `shard` of a stored linear into the parameter `words` [N, K / 4] and its `groups`
     [K / group, N, 2], or into those of its expert in stacks, some rows at a time. Mutates both."""
     assert isinstance(weight, IntegerWeight)
-    if piece.expert is not None:
-        words, groups = words[piece.expert], groups[piece.expert]
-    rows, columns = piece.region(weight.shape)
+    if shard.expert is not None:
+        words, groups = words[shard.expert], groups[shard.expert]
+    rows, columns = shard.region(weight.shape)
     group = words.shape[1] * 4 // groups.shape[0]
     # A stored group wider than a product's step has its scale repeated.
     first = torch.arange(columns.start, columns.stop, group, device=words.device)
@@ -121,6 +121,6 @@ def fill_four_bits(
         codes, zeros, scales = weight.codes(some, columns, words.device)
         if isinstance(zeros, int):
             zeros = torch.full_like(scales, zeros, dtype=torch.int32)
-        to = slice(piece.start + some.start - rows.start, piece.start + some.stop - rows.start)
+        to = slice(shard.start + some.start - rows.start, shard.start + some.stop - rows.start)
         words[to] = int4.pack(codes.to(torch.uint8))
         groups[:, to] = int4.pack_groups(scales[:, of_stored].contiguous(), zeros[:, of_stored])

@@ -37,7 +37,10 @@ def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
     """
     root = Path(path)
     if root.suffix == ".gguf":
-        rule, remedy = "be 0 for a GGUF file, which holds no vision tower", "leave max_images and images out"
+        rule, remedy = (
+            "be 0 for a GGUF file, of which no vision tower is read",
+            "leave max_images and images out",
+        )
         check(not max_pixels, "max_images", rule, f"images for {root}", remedy)
         return _read_gguf(root)
     is_there = (root / "config.json").is_file()
@@ -69,6 +72,8 @@ def _remedy(root: Path) -> str:
         return "pass the directory of this file"
     if root.is_file():
         return "the name of a GGUF file must end in .gguf, and a download must be complete"
+    if ":" in str(root):  # An address, or llama.cpp's and Ollama's names with a quantisation.
+        return "name a repository of the Hub as ORG/NAME, and a GGUF file in it as ORG/NAME/FILE.gguf"
     return "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
 
 

@@ -63,12 +63,12 @@ class Stored:
     """A tensor of a checkpoint: the shape that it must have, and the shards that its rows fill."""
 
     shape: tuple[int, ...]
-    pieces: tuple[WeightShard, ...]
+    shards: tuple[WeightShard, ...]
 
     @property
     def is_stack(self) -> bool:
         """Whether it is a stack of experts [E, N, K]."""
-        return len(self.shape) == 3 and self.pieces[0].expert is not None
+        return len(self.shape) == 3 and self.shards[0].expert is not None
 
 
 Layout = Mapping[str, Stored]
@@ -126,10 +126,10 @@ def kept_columns(layout: Layout, form: WeightFormat, is_stored: Callable[[str], 
     columns: dict[str, int] = {}
     for name, stored in layout.items():
         fits = len(stored.shape) == 2 and is_stored(name)
-        for piece in stored.pieces:
+        for shard in stored.shards:
             # If every shard begins at a block, every shard except the last also ends at one.
-            fits = fits and piece.start % form.block == 0 and piece.source % form.block == 0
-        for parameter in {piece.parameter for piece in stored.pieces}:
+            fits = fits and shard.start % form.block == 0 and shard.source % form.block == 0
+        for parameter in {shard.parameter for shard in stored.shards}:
             able = form.parameters.search(parameter) is not None
             is_kept[parameter] = is_kept.get(parameter, able) and fits
             columns[parameter] = stored.shape[-1]
@@ -144,24 +144,24 @@ def with_scales(layout: Layout, formats: Formats) -> dict[str, Stored]:
     fill X_scale."""
     whole = dict(layout)
     for name, stored in layout.items():
-        form = formats.get(stored.pieces[0].parameter)
+        form = formats.get(stored.shards[0].parameter)
         # The scales of packed codes are filled together with the codes.
         if form is not None and form.has_factors and not form.is_packed:
-            pieces = tuple(_scale_piece(piece, form.block) for piece in stored.pieces)
-            whole[name + form.scale_suffix] = Stored(form.scale_shape(stored.shape), pieces)
+            shards = tuple(_scale_shard(shard, form.block) for shard in stored.shards)
+            whole[name + form.scale_suffix] = Stored(form.scale_shape(stored.shape), shards)
     return whole
 
 
-def _scale_piece(piece: WeightShard, block: int) -> WeightShard:
+def _scale_shard(shard: WeightShard, block: int) -> WeightShard:
     columns = None
-    if piece.columns is not None:
-        columns = (piece.columns[0] // block, -(-piece.columns[1] // block))
+    if shard.columns is not None:
+        columns = (shard.columns[0] // block, -(-shard.columns[1] // block))
     return replace(
-        piece,
-        parameter=f"{piece.parameter}_scale",
-        start=piece.start // block,
-        rows=-(-piece.rows // block),
-        source=piece.source // block,
+        shard,
+        parameter=f"{shard.parameter}_scale",
+        start=shard.start // block,
+        rows=-(-shard.rows // block),
+        source=shard.source // block,
         columns=columns,
     )
 

@@ -141,7 +141,9 @@ def _merge(base: StoredWeight, change: Change) -> MergedWeight:
         remedy = (
             "use the unquantised base model, or quantise the merged model: `compiled-mtp quantize --lora`"
         )
-        raise fail("lora", "change unquantised weights", f"{base.name} in {base.dtype}", remedy)
+        raise fail(
+            "lora", "change unquantised weights of safetensors", f"{base.name} in {base.dtype}", remedy
+        )
     got = f"{list(change.shape)} for {base.name} {list(base.shape)}"
     check(base.shape == change.shape, "lora", "have the weights' shapes", got, _OTHER_BASE)
     return MergedWeight(base, change)

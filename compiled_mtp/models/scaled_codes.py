@@ -61,12 +61,12 @@ def _expert_formats(
     kinds: dict[str, set[str | None]] = {}
     rows: dict[str, int] = {}
     for name, stored in layout.items():
-        for piece in stored.pieces:
-            if piece.expert is not None:
-                is_whole = piece.start % blocks.ROWS == piece.rows % blocks.ROWS == 0
+        for shard in stored.shards:
+            if shard.expert is not None:
+                is_whole = shard.start % blocks.ROWS == shard.rows % blocks.ROWS == 0
                 kind = kind_of(name) if is_whole else None
-                kinds.setdefault(piece.parameter, set()).add(kind)
-                rows[piece.parameter] = max(rows.get(piece.parameter, 0), piece.start + piece.rows)
+                kinds.setdefault(shard.parameter, set()).add(kind)
+                rows[shard.parameter] = max(rows.get(shard.parameter, 0), shard.start + shard.rows)
     formats: dict[str, WeightFormat] = {}
     for gate_up in [name for name in kinds if name.endswith(".gate_up")]:
         prefix = gate_up.removesuffix("gate_up")
@@ -108,13 +108,13 @@ def _formats_of(layout: Layout, kind_of: Callable[[str], str | None], device: to
     kinds: dict[str, dict[int, tuple[int, str | None]]] = {}
     for name, stored in layout.items():
         kind = kind_of(name)
-        for piece in stored.pieces:
-            is_whole = piece.start % blocks.ROWS == piece.rows % blocks.ROWS == 0 and piece.expert is None
-            kinds.setdefault(piece.parameter, {})[piece.start] = (piece.rows, kind if is_whole else None)
+        for shard in stored.shards:
+            is_whole = shard.start % blocks.ROWS == shard.rows % blocks.ROWS == 0 and shard.expert is None
+            kinds.setdefault(shard.parameter, {})[shard.start] = (shard.rows, kind if is_whole else None)
     found: dict[str, WeightFormat] = {}
-    for parameter, pieces in kinds.items():
+    for parameter, rows_of in kinds.items():
         parts: list[CodedRows] = []
-        for _, (rows, kind) in sorted(pieces.items()):
+        for _, (rows, kind) in sorted(rows_of.items()):
             if kind is None:
                 parts = []
                 break
@@ -135,18 +135,18 @@ def _formats_of(layout: Layout, kind_of: Callable[[str], str | None], device: to
 
 
 def fill_scaled_codes(
-    weight: StoredWeight, piece: WeightShard, form: WeightFormat, words: torch.Tensor, scales: torch.Tensor
+    weight: StoredWeight, shard: WeightShard, form: WeightFormat, words: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Write the shard `piece` of a stored weight into a parameter of scaled codes, some rows at a time.
+    """Write `shard` of a stored weight into a parameter of scaled codes, some rows at a time.
 
     Mutates words and scales. Yields for `check_scales`, on their device, whether the scales of each step are
     finite, and whether a product can read them.
     """
     assert isinstance(weight, (StoredTensor, NVFP4, MXFP4))
-    if piece.expert is not None:
-        words, scales = words[piece.expert], scales[piece.expert]
-    rows, columns = piece.region(weight.shape)
-    first, part = form.part_at(piece.start)
+    if shard.expert is not None:
+        words, scales = words[shard.expert], scales[shard.expert]
+    rows, columns = shard.region(weight.shape)
+    first, part = form.part_at(shard.start)
     own_words, own_scales = coded_part(form, words, scales, first, columns.stop - columns.start)
     kind = part.kind
     step = max(1, _CODES_AT_ONCE // (columns.stop - columns.start) // blocks.ROWS) * blocks.ROWS
@@ -154,7 +154,7 @@ def fill_scaled_codes(
         some = slice(begin, min(begin + step, rows.stop))
         codes, fields, factor = weight.units(some, columns, words.device)
         yield _test_scales(codes, fields, kind)
-        start = piece.start - first + some.start - rows.start
+        start = shard.start - first + some.start - rows.start
         to = slice(start, start + some.stop - some.start)
         own_words[to] = blocks.pack(codes, kind)
         own_scales[:, to] = blocks.pack_scales(fields, kind, factor)

@@ -115,47 +115,47 @@ def shard_layout(
     cuts: dict[str, Cut] = {}
     sharded = {}
     for name, stored in layout.items():
-        pieces: list[WeightShard] = []
-        for piece in stored.pieces:
-            if piece.parameter not in cuts:
-                cuts[piece.parameter] = cutter.cut(piece.parameter, formats)
-            pieces += _cut_shard(piece, cuts[piece.parameter])
-            if prompt_rows and cuts[piece.parameter].columns:
+        shards: list[WeightShard] = []
+        for shard in stored.shards:
+            if shard.parameter not in cuts:
+                cuts[shard.parameter] = cutter.cut(shard.parameter, formats)
+            shards += _cut_shard(shard, cuts[shard.parameter])
+            if prompt_rows and cuts[shard.parameter].columns:
                 own = rank_range(stored.shape[-2], rank, world)
-                pieces += _cut_shard(replace(piece, parameter=prompt_name(piece.parameter)), Cut(rows=(own,)))
-        sharded[name] = replace(stored, pieces=tuple(pieces))
-        for piece in pieces:
-            _check_blocks(piece, stored.shape, formats)
+                shards += _cut_shard(replace(shard, parameter=prompt_name(shard.parameter)), Cut(rows=(own,)))
+        sharded[name] = replace(stored, shards=tuple(shards))
+        for shard in shards:
+            _check_blocks(shard, stored.shape, formats)
     return sharded
 
 
-def _cut_shard(piece: WeightShard, cut: Cut) -> Iterator[WeightShard]:
+def _cut_shard(shard: WeightShard, cut: Cut) -> Iterator[WeightShard]:
     """The overlaps of a whole parameter's shard with a rank's share, at the rows of the rank's parameter."""
     local = 0
-    for begin, end in cut.rows or ((0, piece.start + piece.rows),):
-        first, last = max(begin, piece.start), min(end, piece.start + piece.rows)
+    for begin, end in cut.rows or ((0, shard.start + shard.rows),):
+        first, last = max(begin, shard.start), min(end, shard.start + shard.rows)
         if first < last:
-            start, source = local + first - begin, piece.source + first - piece.start
-            yield replace(piece, start=start, rows=last - first, source=source, columns=cut.columns)
+            start, source = local + first - begin, shard.source + first - shard.start
+            yield replace(shard, start=start, rows=last - first, source=source, columns=cut.columns)
         local += end - begin
 
 
-def _check_blocks(piece: WeightShard, shape: tuple[int, ...], formats: Formats) -> None:
-    form = formats.get(piece.parameter)
+def _check_blocks(shard: WeightShard, shape: tuple[int, ...], formats: Formats) -> None:
+    form = formats.get(shard.parameter)
     if form is None or not form.block:
         return
-    columns = piece.columns or (0, shape[-1])
-    rows = (piece.source, piece.source + piece.rows)
+    columns = shard.columns or (0, shape[-1])
+    rows = (shard.source, shard.source + shard.rows)
     edges = [(column, shape[-1]) for column in columns]
     # Weights that are multiplied out have no factors, but their output columns, which are their rows, are
     # quantised in groups by the next product; the output columns of ffn.down are not.
     if form.group:
-        is_whole = piece.start % int4.ROWS == piece.rows % int4.ROWS == 0
+        is_whole = shard.start % int4.ROWS == shard.rows % int4.ROWS == 0
         got, remedy = f"rows {rows[0]} to {rows[1]}", "use fewer ranks"
-        check(is_whole, piece.parameter, f"be cut at its blocks of {int4.ROWS} rows", got, remedy)
-    elif form.has_factors or not piece.parameter.endswith("ffn.down"):
-        edges += [(row, shape[-2]) for row in rows] + [(piece.start, -1)]
+        check(is_whole, shard.parameter, f"be cut at its blocks of {int4.ROWS} rows", got, remedy)
+    elif form.has_factors or not shard.parameter.endswith("ffn.down"):
+        edges += [(row, shape[-2]) for row in rows] + [(shard.start, -1)]
     if any(edge % form.block and edge != size for edge, size in edges):
         got = f"rows {rows[0]} to {rows[1]} and columns {columns[0]} to {columns[1]}"
         remedy = "use fewer ranks or a release in another format"
-        raise fail(piece.parameter, f"be cut at its blocks of {form.block}", got, remedy)
+        raise fail(shard.parameter, f"be cut at its blocks of {form.block}", got, remedy)

@@ -149,11 +149,11 @@ def count_parameters(layout: Layout, formats: Formats, dtype: torch.dtype) -> in
     """The bytes of the parameters that `layout` fills, without the factors of FP8 weights."""
     count = 0
     for stored in layout.values():
-        form = formats.get(stored.pieces[0].parameter)
-        numbers = sum(piece.size_of(stored.shape) for piece in stored.pieces)
+        form = formats.get(stored.shards[0].parameter)
+        numbers = sum(shard.size_of(stored.shape) for shard in stored.shards)
         if form is not None and form.is_packed:
-            width = numbers // sum(piece.rows for piece in stored.pieces)
-            count += sum(form.bytes_of(range(p.start, p.start + p.rows), width) for p in stored.pieces)
+            width = numbers // sum(shard.rows for shard in stored.shards)
+            count += sum(form.bytes_of(range(p.start, p.start + p.rows), width) for p in stored.shards)
         else:
             count += numbers * (dtype if form is None or form.storage is None else form.storage).itemsize
     return count
@@ -202,13 +202,13 @@ def load_weights(
     # In the order of the files, so that a disk reads forwards.
     for name in (n for n in weights if n in layout):
         weight, scale = weights[name], weights.get(name + FP8.scale_suffix)
-        device = parameters[layout[name].pieces[0].parameter].device
+        device = parameters[layout[name].shards[0].parameter].device
         if device.type == "cuda" and isinstance(weight, PackedWeight) and num_bytes[name] == weight.num_bytes:
             # Its tensors are read at once, and unpacked there.
             weight = weight.held(device)
-        for piece in layout[name].pieces:
-            form = formats.get(piece.parameter, PLAIN)
-            checks += [(weight, flags) for flags in _copy(weight, scale, piece, form, parameters)]
+        for shard in layout[name].shards:
+            form = formats.get(shard.parameter, PLAIN)
+            checks += [(weight, flags) for flags in _copy(weight, scale, shard, form, parameters)]
         if copied is not None:
             copied(weight.name)
         done += num_bytes[name]
@@ -222,7 +222,7 @@ def load_weights(
 def _copy(
     weight: StoredWeight,
     scale: StoredWeight | None,
-    piece: WeightShard,
+    shard: WeightShard,
     form: WeightFormat,
     parameters: Mapping[str, torch.Tensor],
 ) -> Iterator[torch.Tensor]:
@@ -230,14 +230,14 @@ def _copy(
 
     scale: the stored factors of an FP8 weight, else None.
     """
-    parameter, region = parameters[piece.parameter], piece.region(weight.shape)
-    target = piece.view_of(parameter, weight.shape)
+    parameter, region = parameters[shard.parameter], shard.region(weight.shape)
+    target = shard.view_of(parameter, weight.shape)
     if form.is_packed:
-        scales = parameters[f"{piece.parameter}_scale"]
+        scales = parameters[f"{shard.parameter}_scale"]
         if form.parts:
-            yield from fill_scaled_codes(weight, piece, form, parameter, scales)
+            yield from fill_scaled_codes(weight, shard, form, parameter, scales)
         else:
-            fill_four_bits(weight, piece, parameter, scales)
+            fill_four_bits(weight, shard, parameter, scales)
     elif scale is not None and not form.has_factors and isinstance(weight, Header):
         values = _multiply_out(weight, scale, region, parameter.dtype, parameter.device)
         target.copy_(values.reshape(target.shape))
@@ -250,14 +250,20 @@ def multiplied_out(
 ) -> list[StoredWeight]:
     """The quantised weights among `weights` that the loader multiplies out."""
     layout = FAMILIES[config.family].layout(config, weights, formats)
+
+    def is_changed(name: str) -> bool:
+        forms = (formats.get(shard.parameter, PLAIN) for shard in layout[name].shards)
+        is_fp8 = weights[name].dtype == FP8.header_dtype
+        return is_packed(weights[name]) or (is_fp8 and not all(form.has_factors for form in forms))
+
     names = [name for name in _multiplied_out(layout, formats) if name in weights]
-    return [weights[name] for name in names if is_packed(weights[name])]
+    return [weights[name] for name in names if is_changed(name)]
 
 
 def _multiplied_out(layout: Layout, formats: Formats) -> Iterator[str]:
     """The names of the stored tensors that fill any parameter without packed codes."""
     for name, stored in layout.items():
-        if not all(formats.get(piece.parameter, PLAIN).is_packed for piece in stored.pieces):
+        if not all(formats.get(shard.parameter, PLAIN).is_packed for shard in stored.shards):
             yield name
 
 
@@ -283,8 +289,8 @@ def _not_finite(
     """The error that names the stored tensors from which the parameters `wrong` have NaN or infinity."""
     names = []
     for name, weight in weights.items():
-        pieces = layout[name].pieces if name in layout else ()
-        parts = (p.view_of(parameters[p.parameter], weight.shape) for p in pieces if p.parameter in wrong)
+        shards = layout[name].shards if name in layout else ()
+        parts = (p.view_of(parameters[p.parameter], weight.shape) for p in shards if p.parameter in wrong)
         if find_not_finite(dict(enumerate(parts))):
             # In a weight that was multiplied out, the factors may be the cause.
             factors = weights.get(name + FP8.scale_suffix)
@@ -315,7 +321,7 @@ def _multiply_out(
 
 def _shard_bytes(stored: Stored, weight: StoredWeight) -> int:
     """Bytes in the files of the shards of a stored tensor."""
-    numbers = sum(piece.size_of(weight.shape) for piece in stored.pieces)
+    numbers = sum(shard.size_of(weight.shape) for shard in stored.shards)
     return weight.num_bytes * numbers // max(math.prod(weight.shape), 1)
 
 

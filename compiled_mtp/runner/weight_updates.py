@@ -60,6 +60,9 @@ def check_update(spec: EngineSpec, source: WeightSource) -> WeightUpdate:
             check(got == value, name, f"be {value}, as in the engine's weights", got, "make another engine")
         update = WeightUpdate(read_stored(path), path)
         _check_formats(spec, path)
+        # FP8 in blocks has a recipe, which an engine of other weights has not resolved.
+        rule, is_alike = "be stored in the formats of the engine's weights", config.quantized == own.quantized
+        check(is_alike, "weights", rule, f"FP8 in blocks in {path}", "make another engine")
         check_packed(update.weights.values())
     checked_layout(
         spec.model,

@@ -1,6 +1,4 @@
-"""The requests without a slot, and when they get one: running requests must keep blocks for their next
-tokens.
-"""
+"""The requests that wait, and when they are admitted: running ones must keep blocks for their next tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ class Admission:
     """Admits a request if the free blocks cover its prompt and the next 64 tokens of it and all others.
 
     No blocks are reserved beyond that: when they run short later, `Preemption` preempts the request of the
-    worst rank. Call `reset` before all else. queue: every request without a slot. waiting: those of them that
-    the host tier does not hold, by Request.key.
+    worst rank. Call `reset` before all else. queue: requests to admit: new ones, those to recompute, and
+    those that are offloaded or on their way to the host. waiting: the first two kinds, by Request.key.
     """
 
     def __init__(self, resources: Resources) -> None:

@@ -36,8 +36,8 @@ def gdn_prefill(
     rows, num_v_heads, head_v_dim = v.shape
     y = z.new_zeros((rows, num_v_heads * head_v_dim))
     marks = torch.zeros_like(length) if mark is None else mark
-    pieces = zip(*(column.tolist() for column in (state_index, start, length, first_row, marks)), strict=True)
-    for slot, begin, used, first, marked in pieces:
+    chunks = zip(*(column.tolist() for column in (state_index, start, length, first_row, marks)), strict=True)
+    for slot, begin, used, first, marked in chunks:
         if used:
             own = slice(first, first + used)
             inputs = (q[own], k[own], v[own], g[own], beta[own])

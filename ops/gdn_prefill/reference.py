@@ -13,15 +13,15 @@ from compiled_mtp.ops.registry import operator
 from compiled_mtp.ops.signature import ACTIVATION, CONTIGUOUS, F32, I32, I64, Like, Remedy
 
 _OUTPUTS = Remedy("pass the outputs of conv_prefill")
-_PIECES = Remedy("pass one a piece")
+_CHUNKS = Remedy("pass one for each prompt chunk")
 
 
-def _pieces_fit(Hk: int, Hv: int, P: int, gate_activation: str) -> None:
+def _chunks_fit(Hk: int, Hv: int, P: int, gate_activation: str) -> None:
     check_gdn_heads(Hk, Hv, gate_activation)
     check_prompt_chunks(P)
 
 
-@operator(mutates=("state",), check=_pieces_fit, has_cpu_route=True)
+@operator(mutates=("state",), check=_chunks_fit, has_cpu_route=True)
 def gdn_prefill(
     q: Annotated[Tensor, "T Hk Dk", F32, CONTIGUOUS, _OUTPUTS],
     k: Annotated[Tensor, "T Hk Dk", F32, CONTIGUOUS, _OUTPUTS],
@@ -31,13 +31,13 @@ def gdn_prefill(
     z: Annotated[Tensor, "T Hv*Dv", ACTIVATION, Remedy("slice the z columns of the projection")],
     norm_weight: Annotated[Tensor, "Dv", F32, CONTIGUOUS, Remedy("pass linear_attn.norm.weight")],
     state: Annotated[Tensor, "_ Hv Dv Dk", F32, CONTIGUOUS, Remedy("allocate it with StateCache")],
-    state_index: Annotated[Tensor, "P", I32, _PIECES],
-    start: Annotated[Tensor, "P", I64, _PIECES],
-    length: Annotated[Tensor, "P", I64, _PIECES],
-    first_row: Annotated[Tensor, "P", I64, _PIECES],
+    state_index: Annotated[Tensor, "P", I32, _CHUNKS],
+    start: Annotated[Tensor, "P", I64, _CHUNKS],
+    length: Annotated[Tensor, "P", I64, _CHUNKS],
+    first_row: Annotated[Tensor, "P", I64, _CHUNKS],
     eps: float,
     gate_activation: str,
-    mark: Annotated[Tensor, "P", I64, _PIECES] | None = None,
+    mark: Annotated[Tensor, "P", I64, _CHUNKS] | None = None,
 ) -> Annotated[Tensor, "T Hv*Dv", Like("z")]:
     """Apply the gated delta rule, norm and gate to P prompt chunks.
 
@@ -53,8 +53,8 @@ def gdn_prefill(
     group = v.shape[1] // k.shape[1]
     y = torch.zeros_like(z, memory_format=torch.contiguous_format)
     marks = torch.zeros_like(length) if mark is None else mark
-    pieces = zip(*(column.tolist() for column in (state_index, start, length, first_row, marks)), strict=True)
-    for slot, begin, used, first, marked in pieces:
+    chunks = zip(*(column.tolist() for column in (state_index, start, length, first_row, marks)), strict=True)
+    for slot, begin, used, first, marked in chunks:
         if not used:
             continue
         current = state[slot].clone() if begin > 0 else torch.zeros_like(state[slot])

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.k_splits import K_SPLIT_UNIT, NARROW_ROWS, count_k_splits, part_counts
+from compiled_mtp.ops.k_splits import K_SPLIT_UNIT, NARROW_ROWS, WIDE_ROWS, count_k_splits, part_counts
 from compiled_mtp.ops.persistent_config import WIDE_PARTS, has_few_parts
 
 # The most chains that a program sums at the same time.
@@ -283,7 +283,7 @@ def count_partials(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: i
     n, k = whole_size(weight, whole_n, whole_k)
     split = shared_split(device.arch, n, k, weight.dtype)
     is_whole = weight.shape == (n, k) and weight.dtype is torch.bfloat16
-    if is_whole and count_k_splits(k) > 1 and has_few_parts(device, rows, n, k, weight.itemsize):
+    if rows > WIDE_ROWS and is_whole and count_k_splits(k) > 1 and has_few_parts(device, n, k):
         return WIDE_PARTS
     if rows > NARROW_ROWS:
         k_splits = count_k_splits(k)

@@ -10,10 +10,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_mtp.ops.device import device_of
 
 OPTIONS = {"enable_fp_fusion": True}
-# One tile for every number of rows: a row keeps its bits. The programs share processors with a product that
-# fills them, and so may take little shared memory; but loads take twice as long during that product, and need
-# enough columns per step: with half as many, b|a of 27B ends 4 us after in_proj.
+# One tile for every number of rows: a row keeps its bits. With few rows the programs share processors with a
+# product that fills them, and so may take little shared memory; but loads take twice as long during that
+# product, and need enough columns per step: with half as many, b|a of 27B ends 4 us after in_proj.
 BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 16, 256, 4
+# The product beside more rows leaves no room, but a few processors free. Programs that fit on them several at
+# a time would all wait there: these have a processor each, most of them after the product.
+FEW_ROWS, MANY_STAGES = 32, 10
 # Chains of K, one per warp: in a single chain every product waits for the previous one. 128 rows and 96
 # weight rows of 5,120 columns take 24 us after in_proj with one chain, 13 us with four (16 us with tiles of
 # 32 rows).
@@ -68,10 +71,13 @@ def launch_side(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
-    has_pdl = device_of(x.device.index).has_dependent_launch
+    device = device_of(x.device.index)
+    has_pdl = device.has_dependent_launch
     programs = triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(n, BLOCK_WEIGHT_ROWS)
     # float32 takes twice the bytes of bfloat16: a step has half as many columns.
     block_k = BLOCK_K * 2 // x.element_size()
+    stage_bytes = (BLOCK_ROWS + BLOCK_WEIGHT_ROWS) * BLOCK_K * 2
+    is_spread = has_pdl and rows > FEW_ROWS and device.shared_bytes >= MANY_STAGES * stage_bytes
     side_kernel[(programs,)](
         x,
         weight,
@@ -88,7 +94,7 @@ def launch_side(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         CHAINS=CHAINS,
         PDL=has_pdl,
         num_warps=CHAINS,
-        num_stages=NUM_STAGES,
+        num_stages=MANY_STAGES if is_spread else NUM_STAGES,
         launch_pdl=has_pdl,
         **OPTIONS,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from compiled_mtp.ops.device import device_of
-from compiled_mtp.ops.k_splits import is_sum, part_counts
+from compiled_mtp.ops.k_splits import WIDE_ROWS, is_sum, part_counts
 from compiled_mtp.ops.persistent_config import WIDE_PARTS, has_few_parts
 
 # Of an H200, and how many programs should at least have a place there; with up to 16 rows fewer do.
@@ -49,14 +49,14 @@ def count_partials(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
     """In how many parts `linear_w8a8_partials` fills the processors with this weight and so many rows; 1 on a
     CPU. No count changes a bit.
 
-    whole_k: K of the weight of which `weight` holds neighbouring shares of the columns, 0 if it is whole.
+    whole_k: K of the weight of which `weight` holds neighbouring K splits, 0 if it is whole.
     """
     if weight.device.type != "cuda":
         return 1
     n, k = weight.shape
     counts = part_counts(k, whole_k or k)
     is_whole = whole_k in (0, k) and WIDE_PARTS in counts
-    if is_whole and has_few_parts(device_of(weight.device.index), rows, n, k, weight.itemsize):
+    if rows > WIDE_ROWS and is_whole and has_few_parts(device_of(weight.device.index), n, k):
         return WIDE_PARTS
     # Measured with 27B's down and its norm: at 4 rows two parts take 28.0 us and four 30.6, at 128 rows 55.2
     # and 45.7.
@@ -65,6 +65,6 @@ def count_partials(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
 
 
 def parts_dtype(weight: torch.Tensor, count: int, whole_k: int, out_float32: bool) -> torch.dtype:
-    """bfloat16 of a whole weight's sum, float32 of parts of it; a piece of the weight may give one."""
+    """bfloat16 of a whole weight's sum, float32 of parts of it; a shard of the weight may give one."""
     is_rounded = is_sum(weight.shape[1], count, whole_k) and not out_float32
     return torch.bfloat16 if is_rounded else torch.float32

@@ -28,8 +28,10 @@ MAX_STAGES = 8
 
 @dataclass(frozen=True)
 class LargeMTile:
-    """Rows of a tile, weight rows of a piece, its pieces, weight rows of its sliver (or 0), warps, stages of
-    the pipeline, and bytes of a weight row sent to L2 before the previous kernel has finished."""
+    """Rows of a tile, weight rows of a block, its blocks, weight rows of its last, smaller block (or 0).
+
+    Then warps, stages of the pipeline, and bytes of a weight row sent to L2 before the previous kernel ends.
+    """
 
     block_m: int
     block_n: int
@@ -51,7 +53,7 @@ def row_class(rows: int) -> int:
 
 
 def product_name(n: int, k: int, count: int, split_length: int) -> str:
-    """The table's name of a product of a piece [n, k] of the weight, or of one before a norm in parts."""
+    """The table's name of a product of a shard [n, k] of the weight, or of one before a norm in partials."""
     return f"{n}x{k} " + ("product" if split_length == k else f"parts{count}")
 
 
@@ -66,8 +68,8 @@ def read_large_m_table() -> dict[str, dict[str, list[Any] | None]]:
 def ranked_tiles(
     n: int, k_splits: int, split: int, rows: int, shared_bytes: int, places: int = 1
 ) -> list[LargeMTile]:
-    """Tiles that fit where `split` programs have `k_splits` shares each, and `places` of them a place on a
-    processor: those first that waste least of the last round of programs and of reading rows again."""
+    """Tiles that fit where each of `split` programs sums `k_splits` K splits, and a processor has `places`
+    programs: those first that waste least of the last round of programs and of reading rows again."""
     block_m, row_tiles = (64, 1) if rows <= 64 else (128, -(-rows // 128))
     ranked = []
     for warps, first, count, rest in itertools.product((8, 4), (64, 128), (1, 2, 3, 4), (0, 16, 32, 64)):
@@ -76,7 +78,7 @@ def ranked_tiles(
         sums = block_m * width // threads * levels + block_m * first // threads
         most = min(MOST_REGISTERS[min(levels, 2) - 1], 65536 // (threads * places) - OTHER_REGISTERS)
         stage = 128 * (block_m + width) + 4 * block_m + 128 * (count + 1)
-        # Triton 3.9 gives a piece on its way out room of its own where shares are added up.
+        # Triton 3.9 gives results on their way out room of their own where K splits are added up.
         out_bytes = 4 * block_m * first if k_splits > 1 else 0
         stages = min(MAX_STAGES, (shared_bytes // places - 2048 - out_bytes) // stage)
         if sums > most or stages < 3:

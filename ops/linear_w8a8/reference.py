@@ -97,8 +97,8 @@ def linear_w8a8_partials(
 ) -> Annotated[Tensor, "... N", (torch.float32, torch.bfloat16)]:
     """A product before a norm: `linear_w8a8` in P = count parts, which the norm adds up.
 
-    Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds some neighbouring
-    shares of the columns, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
+    Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds neighbouring K
+    splits, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
     sum, in bfloat16 unless `out_float32`; `stacked` as `linear_partials` has it. The K splits are added as a
     tree (ops.k_splits): every P gives the same bits.
     """

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_mtp.ops.left_decode import fields_of, finish, load_fields
+from compiled_mtp.ops.left_decode import finish
 from compiled_mtp.ops.left_operand import (
     async_load,
     copy_layout,
@@ -28,6 +28,7 @@ from compiled_mtp.ops.left_operand import (
     words_of_rows,
 )
 from compiled_mtp.ops.left_product import sum_units
+from compiled_mtp.ops.left_scales import fields_of, load_fields
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from compiled_mtp.ops.signature import ACTIVATION, F32, FP8, I32, I64, Like, Rem
 
 MAX_VERIFY_WINDOW = 16
 """The most rows of a verify window; more rows of a request are a prompt chunk."""
-_PIECES = Remedy("pass one a piece")
+_CHUNKS = Remedy("pass one for each prompt chunk")
 
 
 def _cache_and_rows_fit(
@@ -63,8 +63,8 @@ def paged_attention(
     positions: Annotated[Tensor, "M", I64, Remedy("pass one position a row")],
     softmax_scale: float,
     first_key: int,
-    first_row: Annotated[Tensor, "B", I64, _PIECES] | None = None,
-    length: Annotated[Tensor, "B", I64, _PIECES] | None = None,
+    first_row: Annotated[Tensor, "B", I64, _CHUNKS] | None = None,
+    length: Annotated[Tensor, "B", I64, _CHUNKS] | None = None,
 ) -> Annotated[Tensor, "M Hq*D", Like("q")]:
     """softmax(softmax_scale * q k^T) v * sigmoid(gate) over the keys first_key <= j <= position of each row.
 

@@ -1,4 +1,4 @@
-"""Query and key norm, rotary embedding and page write: one program of one warp per row and head."""
+"""Query and key norm, rotary embedding and page write: a program of one warp takes some heads of a row."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from compiled_mtp.ops.device import device_of
 
 # No fused multiply-add, as in the reference.
 FUSION = {"enable_fp_fusion": False}
+# Rows from which on a program takes two or four heads: with one each, more programs than a GPU runs at once
+# would load the same cursors and angles, and wait for them.
+LEAST_ROWS_OF_TWO, LEAST_ROWS_OF_FOUR = 32, 256
 
 
 @triton.jit
@@ -57,6 +60,7 @@ def qk_norm_rope_kv_write_kernel(
     scale_head_stride,
     block_size,
     eps,
+    HEADS: tl.constexpr,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     HD: tl.constexpr,
@@ -71,13 +75,13 @@ def qk_norm_rope_kv_write_kernel(
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    first_head = tl.program_id(1) * HEADS
     dim = tl.arange(0, BLOCK)
     inside = dim < HD
     partner = partner_of(dim, ROT)
     # Load weights, angles and cursors while the kernel before this one finishes: no kernel writes weights and
     # angles, and the cursors are older than the projection.
-    weight = q_weight if head < HQ else k_weight
+    weight = q_weight if first_head < HQ else k_weight
     factor = 1.0 + tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     other_factor = 1.0 + tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
     HALF: tl.constexpr = ROT // 2
@@ -96,30 +100,44 @@ def qk_norm_rope_kv_write_kernel(
     if PDL:
         gdc_wait()
     # Query heads are stored with their gates, twice as wide as the keys and values after them.
-    x = qkv + row * qkv_stride + (head + tl.minimum(head, HQ)) * HD
-    values = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
-    others = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
-    if head < HQ:
-        y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
-        tl.store(out + (row * HQ + head) * HD + dim, y.to(out.dtype.element_ty), mask=inside)
-    else:
-        if slot >= 0:
-            half = (head - HQ) // HKV
-            kv_head = (head - HQ) % HKV
-            if half == 0:
-                y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
-            else:
-                y = values
-            block = slot // block_size
-            offset = slot % block_size
-            if HAS_SCALE:
-                scale = tl.max(tl.abs(y), 0) / 448.0
-                y = tl.div_rn(y, tl.where(scale == 0.0, 1.0, scale))
-                y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-                at = block * scale_block_stride + half * scale_half_stride + kv_head * scale_head_stride
-                tl.store(kv_scale + at + offset, scale)
-            at = block * block_stride + half * half_stride + kv_head * head_stride + offset * token_stride
-            tl.store(kv + at + dim, y.to(kv.dtype.element_ty), mask=inside)
+    loaded = ()
+    for index in tl.static_range(HEADS):
+        head = first_head + index
+        x = qkv + row * qkv_stride + (head + tl.minimum(head, HQ)) * HD
+        loaded += ((tl.load(x + dim, mask=inside, other=0.0), tl.load(x + partner, mask=inside, other=0.0)),)
+    for index in tl.static_range(HEADS):
+        head = first_head + index
+        values = loaded[index][0].to(tl.float32)
+        others = loaded[index][1].to(tl.float32)
+        if head < HQ:
+            y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
+            tl.store(out + (row * HQ + head) * HD + dim, y.to(out.dtype.element_ty), mask=inside)
+        else:
+            if slot >= 0:
+                half = (head - HQ) // HKV
+                kv_head = (head - HQ) % HKV
+                if half == 0:
+                    y = norm_rope(values, others, factor, other_factor, cos, sin, eps, HD, ROT)
+                else:
+                    y = values
+                block = slot // block_size
+                offset = slot % block_size
+                if HAS_SCALE:
+                    scale = tl.max(tl.abs(y), 0) / 448.0
+                    y = tl.div_rn(y, tl.where(scale == 0.0, 1.0, scale))
+                    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+                    at = block * scale_block_stride + half * scale_half_stride + kv_head * scale_head_stride
+                    tl.store(kv_scale + at + offset, scale)
+                at = block * block_stride + half * half_stride + kv_head * head_stride + offset * token_stride
+                tl.store(kv + at + dim, y.to(kv.dtype.element_ty), mask=inside)
+
+
+def heads_of_program(rows: int, num_q_heads: int, num_kv_heads: int) -> int:
+    """Return how many heads a program takes; no bit depends on it, and none has both queries and keys."""
+    heads = 1 if rows < LEAST_ROWS_OF_TWO else 2 if rows < LEAST_ROWS_OF_FOUR else 4
+    while num_q_heads % heads or 2 * num_kv_heads % heads:
+        heads //= 2
+    return heads
 
 
 def launch(args: Any) -> torch.Tensor:
@@ -130,8 +148,9 @@ def launch(args: Any) -> torch.Tensor:
     if rows == 0:
         return out
     has_pdl = device_of(qkv.device.index).has_dependent_launch
+    heads = heads_of_program(rows, num_q_heads, args.num_kv_heads)
     scale_strides = (0, 0, 0) if kv_scale is None else kv_scale.stride()[:3]
-    qk_norm_rope_kv_write_kernel[(rows, num_q_heads + 2 * args.num_kv_heads)](
+    qk_norm_rope_kv_write_kernel[(rows, (num_q_heads + 2 * args.num_kv_heads) // heads)](
         qkv,
         args.q_weight,
         args.k_weight,
@@ -147,6 +166,7 @@ def launch(args: Any) -> torch.Tensor:
         *scale_strides,
         kv.shape[3],
         args.eps,
+        HEADS=heads,
         HQ=num_q_heads,
         HKV=args.num_kv_heads,
         HD=hd,

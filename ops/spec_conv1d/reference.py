@@ -74,7 +74,7 @@ class GDNInputs(NamedTuple):
 
 
 _SHAPES = Remedy("check the head counts and head dims")
-_PIECES = Remedy("pass one a piece")
+_CHUNKS = Remedy("pass one for each prompt chunk")
 _CHANNELS = "2*num_k_heads*head_k_dim+num_v_heads*head_v_dim"
 Projection = Annotated[Tensor, "rows columns", ACTIVATION, Remedy("flatten requests and window into rows")]
 ConvWeight = Annotated[Tensor, f"{_CHANNELS} 4", Like("proj"), CONTIGUOUS, _SHAPES]
@@ -111,7 +111,7 @@ def _windows_fit(
         raise fail("conv_ring", f"hold a window and {HISTORY} rows", R, "use a longer ring")
 
 
-def _pieces_fit(
+def _chunks_fit(
     columns: int, R: int, P: int,
     num_k_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, gates: Tensor | None,
 ) -> None:  # fmt: skip
@@ -169,22 +169,22 @@ def spec_conv1d(
     return GDNInputs(q, k, v, g.exp_(), beta)
 
 
-@operator(mutates=("conv_ring",), check=_pieces_fit)
+@operator(mutates=("conv_ring",), check=_chunks_fit)
 def conv_prefill(
     proj: Projection,
     conv_weight: ConvWeight,
     a_log: HeadVector,
     dt_bias: HeadVector,
     conv_ring: ConvRing,
-    state_index: Annotated[Tensor, "P", I32, _PIECES],
-    start: Annotated[Tensor, "P", I64, _PIECES],
-    length: Annotated[Tensor, "P", I64, _PIECES],
-    first_row: Annotated[Tensor, "P", I64, _PIECES],
+    state_index: Annotated[Tensor, "P", I32, _CHUNKS],
+    start: Annotated[Tensor, "P", I64, _CHUNKS],
+    length: Annotated[Tensor, "P", I64, _CHUNKS],
+    first_row: Annotated[Tensor, "P", I64, _CHUNKS],
     num_k_heads: int,
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
-    mark: Annotated[Tensor, "P", I64, _PIECES] | None = None,
+    mark: Annotated[Tensor, "P", I64, _CHUNKS] | None = None,
     gates: Gates | None = None,
 ) -> GDNInputs:
     """`spec_conv1d` over P prompt chunks in T rows.
@@ -202,16 +202,16 @@ def conv_prefill(
     key = (rows, num_k_heads, head_k_dim)
     shapes = (key, key, (rows, num_v_heads, head_v_dim), (rows, num_v_heads), (rows, num_v_heads))
     found = GDNInputs(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes))
-    for piece, (used, first) in enumerate(zip(length.tolist(), first_row.tolist(), strict=True)):
+    for chunk, (used, first) in enumerate(zip(length.tolist(), first_row.tolist(), strict=True)):
         if not used:
             continue
-        begin, slot = start[piece : piece + 1], state_index[piece : piece + 1]
+        begin, slot = start[chunk : chunk + 1], state_index[chunk : chunk + 1]
         own = proj[first : first + used]
         raw = own[:, :channels]
         window = torch.cat((_history(conv_ring, slot, begin)[0], raw.float()))[None]
         kept = torch.arange(max(used - HISTORY, 0), used, device=device)
         conv_ring[slot.long(), (begin + kept) % conv_ring.shape[1]] = raw[kept]
-        if mark is not None and (marked := int(mark[piece])):
+        if mark is not None and (marked := int(mark[chunk])):
             kept = torch.arange(marked - HISTORY, marked, device=device)
             conv_ring[-1, (begin + kept) % conv_ring.shape[1]] = raw[kept]
         mixed = _convolve(window, conv_weight)[0]

@@ -67,6 +67,12 @@ def test_fp8_and_no_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "MTP head    none: it decodes without drafts" in said
     assert any(line.startswith("stored      FFN: 6 in fp8 in blocks of 128, ") for line in said)
     assert "runs        on cpu, in float32 (FP8 as w8a8, multiplied out)" in said
+    (line,) = [line for line in said if line.startswith("multiplied ")]
+    stored = sum(int(one.split(": ")[1].split()[0]) for one in said if "in fp8 in blocks" in one)
+    assert line.startswith(f"multiplied  {stored} weights of ")
+    # On a GPU gate and up do not begin at a block, so that only the FFN's weights are multiplied out.
+    assert main(["inspect", str(directory), "--memory-gib", "8", "--compute-capability", "9.0"]) == 0
+    assert "multiplied  4 weights of " in capsys.readouterr().out
 
 
 def test_drafts_in_fp8_count_their_head(

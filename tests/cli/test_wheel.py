@@ -89,7 +89,7 @@ def test_a_first_run(script: Path, tmp_path: Path) -> None:
             "prompt-file must be readable, got none.jsonl: No such file",
         ),
         (["chat", "--system"], "argument --system: expected one argument; --help lists the flags"),
-        (["export"], "the following arguments are required: --output/--out; --help lists the flags"),
+        (["export"], "the following arguments are required: --output; --help lists the flags"),
     ],
 )
 def test_mistakes_are_one_line(script: Path, tmp_path: Path, flags: list[str], message: str) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, RoutedExperts, SamplingParams
-from tests.checkpoints import oracle, write_checkpoint
+from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of
+from tests.oracle import oracle
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_5_moe"},

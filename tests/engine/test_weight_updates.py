@@ -182,6 +182,7 @@ def test_weights_that_do_not_fit_change_nothing(
     manifest, _ = given(paths[1])
     other = write_checkpoint(tmp_path / "wide", hidden_size=128)
     fp8 = write_checkpoint(tmp_path / "fp8", **dict(FP8_FAMILIES)["dense"])
+    blocks = write_checkpoint(tmp_path / "blocks", hidden_size=64, fp8_scale=torch.float32)
     damaged = write_checkpoint(tmp_path / "damaged", hidden_size=64, seed=1)
     tensors = tensors_of(damaged)
     name = next(name for name in tensors if name.endswith("norm.weight"))
@@ -195,6 +196,7 @@ def test_weights_that_do_not_fit_change_nothing(
     for source, text in (
         (other, "hidden_size must be 64, as in the engine's weights, got 128; make another engine"),
         (fp8, "must be "),
+        (blocks, "weights must be stored in the formats of the engine's weights, got FP8 in blocks in"),
         (damaged, "missing tensors: "),
         (tmp_path / "nowhere", "nowhere"),
         ((short, iter(())), "missing tensors: "),

@@ -15,6 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.frontend.checkpoint import open_frontend
 from compiled_mtp.frontend.hub import find_checkpoint, is_repository
+from compiled_mtp.models.hf_config import read_model_config
 from tests.checkpoints import write_checkpoint
 
 NAME = "Acme/Tiny-1.0"
@@ -174,6 +175,25 @@ def test_a_repository_of_gguf_files_is_refused_with_their_names(gguf_hub: Hub) -
         find_checkpoint(Path(NAME))
     with pytest.raises(ValueError, match=r"got Q9.gguf; .*: BF16/Tiny-00001-of-00002.gguf, Tiny-Q4_K_M.gguf"):
         find_checkpoint(Path(f"{NAME}/Q9.gguf"))
+
+
+@pytest.mark.parametrize(
+    "name", ["Acme/Tiny-GGUF:Q4_K_M", "https://huggingface.co/Acme/Tiny", "hf.co/Acme/Tiny:Q4_K_M", "tiny:4b"]
+)
+def test_an_address_and_a_name_with_a_quantisation_say_how_to_name_it(name: str) -> None:
+    assert not is_repository(Path(name))
+    with pytest.raises(ValueError, match=r"as ORG/NAME, and a GGUF file in it as ORG/NAME/FILE\.gguf"):
+        read_model_config(Path(name))
+
+
+def test_a_wrong_name_in_a_local_folder_is_not_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "right.gguf").touch()
+    with pytest.raises(ValueError, match=r"^models/tiny/wrong\.gguf must be a readable file, .*right\.gguf$"):
+        read_model_config(find_checkpoint(Path("models/tiny/wrong.gguf")))
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -264,12 +264,25 @@ def test_ollamas_files_hold_the_same_tensors(name: str, tmp_path: Path) -> None:
     assert configs[0] == configs[1]
 
 
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_checkpoint(tmp_path / "source", hidden_size=64, intermediate_size=64)
+    both = convert(source)
+    both["mtp.layers.0.attn_q.weight"] = both["blk.4.attn_q.weight"]
+    monkeypatch.setattr(gguf_files, "convert", lambda directory, **_: both)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    with pytest.raises(
+        ValueError, match=r"hold mtp.layers.0.self_attn.q_proj.weight once, got blk.4.attn_q.weight and mtp"
+    ):
+        stored_tensors(read_container(path))
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
         ({"qwen35.attention.head_count_kv": [0, 0, 1, 2]}, "head_count_kv must be one positive integer in"),
         ({"qwen35.attention.head_count_kv": [0, 0, 0, 0]}, "head_count_kv must be one positive integer in"),
         ({"qwen35.ssm.v_head_reordered": False}, "qwen35.ssm.v_head_reordered must be True, got False"),
+        ({"qwen35.nextn_predict_layers": None}, "nextn_predict_layers must be 1 in a file with nextn ten"),
         ({"qwen35.norm_top_k_prob": False}, "qwen35.norm_top_k_prob must be True, got False"),
         ({"tokenizer.ggml.eos_token_id": 512}, "eos_token_id must be ids below 512, .*, got 512 in .*con"),
         ({"tokenizer.ggml.eos_token_id": [1, 2]}, r"eos_token_id must be ids below 512, .*, got \[1, 2\] in"),

@@ -153,6 +153,8 @@ def test_a_file_without_chat_template_says_how_to_give_one(tmp_path: Path) -> No
         ({"ggml.model": None}, r"tokenizer\.ggml\.model must be gpt2, got None"),
         ({"ggml.pre": "gpt-4o"}, r"tokenizer\.ggml\.pre must be qwen2 or qwen35, got gpt-4o"),
         ({"ggml.add_bos_token": True}, r"tokenizer\.ggml\.add_bos_token must be False or None, got True"),
+        ({"ggml.pre": [1, 2]}, r"tokenizer\.ggml\.pre must be qwen2 or qwen35, got \[1, 2\]"),
+        ({"ggml.tokens": 7}, r"tokenizer\.ggml\.tokens must be a list of texts, got something else"),
         ({"ggml.tokens": None}, r"tokenizer\.ggml\.tokens must be a list of texts, got none"),
         ({"ggml.merges": [1, 2]}, r"tokenizer\.ggml\.merges must be a list of texts, got something else"),
         ({"ggml.token_type": [1, 1]}, r"tokenizer\.ggml\.token_type must have one for each of"),
@@ -170,6 +172,7 @@ def test_tokenizers_that_are_damaged_or_of_another_kind(
 
 
 def raise_first(container: Container) -> None:
+    is_byte_level(container)
     tokenizer_json(container)
     tokenizer_config(container)
 

@@ -7,6 +7,7 @@ import torch
 
 from compiled_mtp.ops.left_config import LargeMTile, LeftTile, large_m_tile, left_tile
 from compiled_mtp.ops.left_large_m import launch_left_large_m
+from compiled_mtp.ops.left_launch import launch_left_product
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.left_product import launch_left
 from tests.ops.test_left_product import NAMES, random_weight
@@ -37,9 +38,26 @@ def test_every_tile_of_both_kernels_has_the_same_bits(
     large = {
         LargeMTile(32, 2, 232, 4, cycles=100_000),
         LargeMTile(32, 2, 232, 2, 2, 1),
-        *(large_m_tile(rows, n, split, units, weight.form) for rows in ROWS),
+        LargeMTile(8, 2, 232, 2, 4, 0),
+        LargeMTile(16, 2, 232, 2, 2, 0, cycles=100_000),
+        *(large_m_tile(rows, n, split, units, weight.form) for rows in ROWS if rows > 16),
     }
     for other in large if HOPPER else ():
         for rows in ROWS:
             got = launch_left_large_m(other, x[:rows], weight, split, torch.float32, gated)
             assert torch.equal(got, whole[:, :rows]), (other, rows)
+
+
+@pytest.mark.parametrize("name", ["int4 g128", "int4 g32", "NVFP4"])
+@pytest.mark.parametrize(("n", "gated"), [(16_480, False), (34_816, True)])
+def test_each_number_of_rows_has_the_same_bits_in_the_kernel_that_is_chosen(
+    name: str, n: int, gated: bool
+) -> None:
+    torch.manual_seed(n)
+    weight = random_weight(name, n, 1280)
+    weight = LeftWeight(weight.words.cuda(), weight.scales.cuda(), weight.form)
+    x = torch.randn(33, 1280, device="cuda").bfloat16()
+    whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, 1, torch.bfloat16, gated)
+    for rows in range(1, 34):
+        got = launch_left_product(x[:rows], weight, 1, torch.bfloat16, gated)
+        assert torch.equal(got, whole[:, :rows]), rows

@@ -40,6 +40,19 @@ def test_quantised_rows_have_the_bits_of_the_reference(columns: int) -> None:
     check_row_invariance(lambda m: quantize_rows(x[:m]), range(1, 257), 257)
 
 
+def test_quotients_of_all_numbers_are_those_of_a_division() -> None:
+    """Every finite number in bfloat16, in groups of many factors."""
+    bits = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16)
+    every = bits.view(torch.bfloat16)
+    every = every[every.isfinite()].view(-1, 120)
+    random = torch.Generator("cuda").manual_seed(1)
+    for power in range(-60, 120, 4):
+        largest = (1 + torch.rand(len(every), 1, device="cuda", generator=random)) * 2.0**power
+        x = torch.cat((largest.expand(-1, 8), torch.where(every.abs() <= largest, every, 0.0)), 1)
+        for rows in (x, x.bfloat16()):
+            assert_same_bits(quantize_rows(rows), quantize_rows.reference(rows))
+
+
 @pytest.mark.parametrize("n, k", SHAPES)
 def test_errs_little_more_than_its_rounding(n: int, k: int) -> None:
     x, x_scale, weight, scale = make(200, n, k)

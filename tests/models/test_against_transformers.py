@@ -17,7 +17,8 @@ from compiled_mtp.rounds.first_token import rows_at
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
 from tests import tiny
-from tests.checkpoints import FAMILIES, FP8_FAMILIES, ROPE_FAMILIES, Oracle, oracle, write_checkpoint
+from tests.checkpoints import FAMILIES, FP8_FAMILIES, ROPE_FAMILIES, write_checkpoint
+from tests.oracle import Oracle, oracle
 
 PROMPT_LEN, DECODE_LEN, CHUNK = 150, 12, 64
 # The errors listed in model.md change logits of scale 4.5 by 0.05 to 6.6: at least a hundred times this.

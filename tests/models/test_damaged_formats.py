@@ -16,7 +16,7 @@ from compiled_mtp.cli.main import main
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights
 from tests.checkpoints import write_checkpoint
-from tests.quantised import Packer, awq, fp8, gptq, mxfp4, nvfp4, pack_quantized, quantise
+from tests.quantised import Packer, awq, fp8, gptq, mxfp4, mxfp8, nvfp4, pack_quantized, quantise
 
 TINY: dict[str, Any] = {"num_layers": 1, "interval": 1, "vocab_size": 64, "hidden_size": 128}
 X = "mtp.layers.0.mlp.up_proj"
@@ -217,6 +217,13 @@ CASES: dict[str, tuple[Packer, dict[str, Any] | None, Damage, str]] = {
         "weight_scale_2 must be stored",
     ),
     "modelopt no scale": (nvfp4(modelopt=True), None, drop("weight_scale"), "weight_scale must be stored be"),
+    "mxfp8 NaN": (mxfp8(), None, put("weight_scale", (2, 2), 255), "must be at most 254, got 255; download"),
+    "mxfp8 short scale": (
+        mxfp8(),
+        None,
+        cut("weight_scale", None, 3),
+        "must have the shape [192, 4], got [192,",
+    ),
     "mxfp4 small": (
         mxfp4(),
         None,

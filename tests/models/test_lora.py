@@ -298,10 +298,10 @@ REFUSED_KEYS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"r": 0}, "r must be a positive number, got 0; fix adapter_config.json"),
     ({"r": 8}, "must have matrices of rank 8, got [4, 128] and [64, 4]; fix adapter_config.json"),
-    ({"lora_alpha": "16"}, "lora_alpha must be a positive number, got 16; fix adapter_config.json"),
+    ({"lora_alpha": "16"}, "lora_alpha must be a positive number, got '16'; fix adapter_config.json"),
     ({"rank_pattern": {"(": 4}}, "rank_pattern must hold regular expressions, got ("),
     ({"rank_pattern": [4]}, "rank_pattern must be an object, got [4]; fix adapter_config.json"),
-    ({"use_rslora": "yes"}, "use_rslora must be true or false, got yes; fix adapter_config.json"),
+    ({"use_rslora": "yes"}, "use_rslora must be true or false, got 'yes'; fix adapter_config.json"),
 ]
 
 
@@ -365,7 +365,7 @@ def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
     plain = write_checkpoint(tmp_path / "plain", **options)
     config = read_model_config(base)
     adapter = write_adapter(tmp_path / "lora", plain, targets=re.compile("up_proj"))
-    message = r"lora must change unquantised weights, got model.*up_proj.weight in F8_E4M3; use the unquant"
+    message = r"lora must change unquantised weights of safetensors, got model.*up_proj.weight in F8_E4M3; "
     with pytest.raises(ValueError, match=message):
         read_merged(config, base, adapter)
     # Gates are plain in FP8 releases too.

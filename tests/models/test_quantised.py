@@ -17,7 +17,7 @@ from compiled_mtp.models.formats.weight import PackedWeight
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights, load_weights
 from tests.checkpoints import allocate, write_checkpoint
-from tests.quantised import Packer, awq, fp8, gptq, int8, mxfp4, nvfp4, pack_quantized, quantise
+from tests.quantised import Packer, awq, fp8, gptq, int8, mxfp4, mxfp8, nvfp4, pack_quantized, quantise
 
 GPTQ_INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
@@ -152,6 +152,11 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any] | None]] = {
         tensors_config("nvfp4-pack-quantized", FLOAT4 | {"strategy": "tensor_group", "group_size": 16}),
     ),
     "modelopt-nvfp4": (nvfp4(modelopt=True), MODELOPT),
+    "mxfp8": (
+        mxfp8(),
+        tensors_config("mxfp8-quantized", FLOAT8 | {"strategy": "group", "group_size": 32}),
+    ),
+    "modelopt-mxfp8": (mxfp8(), MODELOPT | {"quant_algo": "MXFP8"}),
     "mxfp4": (
         mxfp4(),
         tensors_config("mxfp4-pack-quantized", FLOAT4 | {"strategy": "group", "group_size": 32}),
@@ -203,7 +208,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 MIXED = (
     *(gptq(32), awq(32), pack_quantized(32), pack_quantized(-1, 8), fp8(), fp8("tensor")),
-    *(nvfp4(), nvfp4(modelopt=True), mxfp4()),
+    *(nvfp4(), nvfp4(modelopt=True), mxfp4(), mxfp8(), int8()),
 )
 
 

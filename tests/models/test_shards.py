@@ -51,17 +51,17 @@ def assemble(
     out = {name: torch.full_like(parameter, float("nan")) for name, parameter in like.items()}
     for layout, parameters in shards:
         for name, stored in layout.items():
-            for piece in stored.pieces:
+            for shard in stored.shards:
                 source = next(
                     p
-                    for p in whole[name].pieces
-                    if p.parameter == piece.parameter and p.source <= piece.source < p.source + p.rows
+                    for p in whole[name].shards
+                    if p.parameter == shard.parameter and p.source <= shard.source < p.source + p.rows
                 )
-                start = source.start + piece.source - source.source
-                target = replace(piece, start=start).view_of(out[piece.parameter], stored.shape)
-                if piece.columns is not None:
-                    target = target[..., slice(*piece.columns)]
-                target.copy_(piece.view_of(parameters[piece.parameter], stored.shape))
+                start = source.start + shard.source - source.source
+                target = replace(shard, start=start).view_of(out[shard.parameter], stored.shape)
+                if shard.columns is not None:
+                    target = target[..., slice(*shard.columns)]
+                target.copy_(shard.view_of(parameters[shard.parameter], stored.shape))
     return out
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weights import check_weights, load_weights
-from tests.checkpoints import allocate, oracle, write_checkpoint
+from tests.checkpoints import allocate, write_checkpoint
+from tests.oracle import oracle
 
 EMBEDDING = "model.language_model.embed_tokens.weight"
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_value_heads": 1, "intermediate_size": 64}

@@ -250,10 +250,10 @@ def test_pieces_of_a_layout_do_not_overlap(tmp_path: Path) -> None:
     layout = layout_of(read_model_config(directory))
     seen = set()
     for stored in layout.values():
-        rows = sorted((p.source, p.source + p.rows) for p in stored.pieces)
+        rows = sorted((p.source, p.source + p.rows) for p in stored.shards)
         assert [a for a, _ in rows] == [0, *(b for _, b in rows[:-1])]
         assert rows[-1][1] == stored.shape[0]
-        for p in stored.pieces:
+        for p in stored.shards:
             for row in range(p.start, p.start + p.rows):
                 assert (p.parameter, p.expert, row) not in seen
                 seen.add((p.parameter, p.expert, row))

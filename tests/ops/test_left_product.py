@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from compiled_mtp.ops import left_config, left_large_m
+from compiled_mtp.ops import left_config, left_large_m, left_launch
 from compiled_mtp.ops.blocks import KINDS, pack, pack_scales
 from compiled_mtp.ops.counters import zero_counters
 from compiled_mtp.ops.int4 import dequantize, pack_groups
@@ -17,12 +18,15 @@ from compiled_mtp.ops.left_config import (
     LargeMTile,
     LeftForm,
     LeftTile,
+    few_rows_tile,
     form_of_kind,
+    hopper_tile,
     large_m_tile,
     left_tile,
     share_tasks,
 )
 from compiled_mtp.ops.left_large_m import launch_left_large_m
+from compiled_mtp.ops.left_launch import launch_left_product
 from compiled_mtp.ops.left_operand import LeftWeight
 from compiled_mtp.ops.left_product import launch_left
 from compiled_mtp.ops.linear_w4a16.kernel import left_weight
@@ -74,7 +78,12 @@ def test_every_tile_of_both_kernels_has_the_same_bits(name: str, gated: bool) ->
     assert whole.isfinite().all()
     for tile in (LeftTile(16, 128, 4, 1, 4), LeftTile(32, 64, 4, 3, 3)):
         assert torch.equal(launch_left(tile, x, weight, split, torch.float32, gated), whole), tile
-    for large in (LargeMTile(32, 2, 232, 4), LargeMTile(64, 2, 232, 2)):
+    for large in (
+        LargeMTile(8, 2, 232, 3, 2, 0),
+        LargeMTile(16, 3, 152, 2, 4, 0),
+        LargeMTile(32, 2, 232, 4),
+        LargeMTile(64, 2, 232, 2),
+    ):
         assert torch.equal(launch_left_large_m(large, x, weight, split, torch.float32, gated), whole), large
 
 
@@ -90,11 +99,60 @@ def test_tasks_that_programs_cut_have_the_same_bits(
     n, units, split, rows = (544, 3, 1, 9) if gated else (272, 5, 2, 9)
     x, weight = rows_in_nan(rows, 128 * units * split), random_weight(name, n, 128 * units * split)
     whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, split, torch.float32, gated)
-    for tile in (LargeMTile(16, 2, 232, 3), LargeMTile(16, 2, 232, 2, 2, 1)):
+    for tile in (
+        LargeMTile(16, 2, 232, 3),
+        LargeMTile(16, 2, 232, 2, 2, 1),
+        LargeMTile(16, 2, 232, 2, 2, 0),
+    ):
         assert share_tasks(tile, rows, n, split, units, processors).programs == processors
         got = launch_left_large_m(tile, x, weight, split, torch.float32, gated)
         assert torch.equal(got, whole), tile
         assert not zero_counters(x.device).any()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_each_number_of_rows_has_the_same_bits_in_the_kernel_that_is_chosen(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = replace(HOPPER, num_processors=1)
+    monkeypatch.setattr(left_launch, "device_of", lambda index: few)
+    monkeypatch.setattr(left_config, "FEW_ROWS_TASKS", 1)
+    launched = []
+
+    def launch(tile: LargeMTile, *args: Any) -> torch.Tensor:
+        launched.append(tile.block_m)
+        return launch_left_large_m(tile, *args)
+
+    monkeypatch.setattr(left_launch, "launch_left_large_m", launch)
+    n, units = 144, 5
+    x, weight = rows_in_nan(33, 128 * units), random_weight("int4 g128", n, 128 * units)
+    whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, 1, torch.bfloat16, gated)
+    for rows in range(1, 34):
+        got = launch_left_product(x[:rows], weight, 1, torch.bfloat16, gated)
+        assert torch.equal(got, whole[:, :rows]), rows
+    assert launched == [8] * 8 + [16] * 8 + [32] * 16 + [64]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "split", "heights"),
+    [
+        ("int4 g128", 34816, 1, (8, 16)),
+        ("int4 g32", 18432, 1, (8, 16)),
+        ("int4 g128", 16384, 1, (None, 16)),
+        ("NVFP4", 34816, 1, (None, 16)),
+        ("int4 g128", 10240, 1, (None, 16)),
+        ("int4 g128", 8192, 1, (None, None)),
+        ("int4 g128", 34816, 8, (None, None)),
+        ("Q4_K", 34816, 1, (None, None)),
+    ],
+)
+def test_few_rows_take_the_kernel_that_was_faster(
+    name: str, n: int, split: int, heights: tuple[int | None, ...]
+) -> None:
+    for height, rows in zip(heights, ((1, 8), (9, 16)), strict=True):
+        for count in rows:
+            tile = few_rows_tile(count, n, split, form_named(name))
+            assert (tile and tile.block_m) == height, count
 
 
 @pytest.mark.parametrize("rows", [17, 32, 64, 128, 512])
@@ -134,5 +192,5 @@ def test_tiles_fit(name: str, split: int, gated: bool) -> None:
         # The smallest shared memory of a supported GPU, and Hopper's.
         assert tile.shared_bytes(form) <= 99 * 1024, (rows, n)
         assert tile.block_n % (16 * tile.num_warps) == 0, (rows, n)
-        large = large_m_tile(rows, n, split, 17, form)
-        assert large.shared_bytes(form) <= 227 * 1024 - 2048, (rows, n)
+        large = hopper_tile(rows, n, split, 17, form)
+        assert large is None or large.shared_bytes(form) <= 227 * 1024 - 2048, (rows, n)

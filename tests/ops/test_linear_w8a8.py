@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -72,6 +74,59 @@ def test_quantize_rows_in_interpreter(interpreter: None, columns: int) -> None:
         with poisoned_allocations():
             got = quantize_rows.launch(wide[:, :columns])
         assert_same_bits(got, quantize_rows.reference(wide[:, :columns]))
+
+
+def nearest_quotients() -> list[tuple[int, int]]:
+    """Return every V and S of 24 bits whose quotient is within 2**-45 of one that rounds in the middle of two
+    float32 numbers, one of which lies in the middle of two e4m3 numbers.
+
+    Such a middle is an odd number M / 2: V * 2**j - M * S is small for no others. The kernel's quotient is
+    within 2**-46 before its last rounding, so every other quotient gives the e4m3 number of a division.
+    """
+    pairs = []
+    for middle in range(16, 32):
+        nearest = (2**24 + 1, 2**25 - 1) if middle == 16 else (2**20 * middle + 1, 2**20 * middle - 1)
+        for odd, distance, j in itertools.product(nearest, range(-16, 17), (24, 25)):
+            divisor = distance * pow(odd, -1, 2**j) % 2**j
+            value = (odd * divisor - distance) >> j
+            if 2**23 <= divisor < 2**24 and 2**23 <= value < 2**24:
+                pairs.append((value, divisor))
+    return pairs
+
+
+def test_quotients_next_to_a_middle_are_those_of_a_division(interpreter: None) -> None:
+    rows = []
+    for value, factor in nearest_quotients():
+        # Groups whose factor this is; some factors have none.
+        near = torch.tensor(448.0 * factor) + torch.arange(-4, 5) * 512.0
+        for largest in near[near * (1 / 448) == factor]:
+            rows.append(torch.cat((largest[None], value * 2.0 ** torch.arange(-12.0, 8.0), torch.zeros(107))))
+    assert len(rows) > 100
+    x = torch.stack(rows)
+    assert_same_bits(quantize_rows.launch(x), quantize_rows.reference(x))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_quotients_are_rounded_once(interpreter: None) -> None:
+    """The kernel's quotients are those of a division: next to the middles between two e4m3 numbers, of zeros
+    with either sign, of the smallest and largest numbers, and of finite numbers beside an infinity.
+    """
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (every[1:] + every[:-1]) / 2
+    largest = torch.cat((torch.rand(40) * 2.0 ** torch.arange(-20, 20), torch.tensor([1e-10, 3e-11, 3e38])))
+    scale = largest.clamp(min=1e-10) * (1 / 448)
+    x = middles * scale[:, None]
+    for near in (x, x.nextafter(torch.tensor(0.0)), x.nextafter(torch.tensor(torch.inf))):
+        rows = torch.cat((largest[:, None], torch.zeros(len(x), 1), near), 1)
+        rows[:, 2::2] *= -1
+        rows[:, 1] = -0.0
+        assert_same_bits(quantize_rows.launch(rows), quantize_rows.reference(rows))
+    odd = torch.tensor([torch.inf, 1.0, -3e38, -0.0, 0.0, 1e-45, -1e-38, 3.4e38]).repeat(16)[None]
+    got, factor = quantize_rows.launch(odd)
+    is_finite = odd.isfinite()
+    assert factor.item() == torch.inf
+    assert got[~is_finite].float().isnan().all()
+    assert_same_bits([got[is_finite]], [quantize_rows.reference(odd)[0][is_finite]])
 
 
 @pytest.mark.parametrize("n, k", [(130, 256), (40, 1024)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from tests.ops.harness import check_equal, check_launch
+from tests.ops.harness import assert_same_bits, check_equal, check_launch
 
 F8 = torch.float8_e4m3fn
 
@@ -193,6 +193,28 @@ def test_kernel_in_interpreter(interpreter, dtype, fp8, hd, rot):
     # Norms may differ in the last bit, and so may the values rounded to the stored type.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype] if not fp8 else 2**-3
     check_launch(qk_norm_rope_kv_write, args, rtol=tolerance, atol=1e-6, mutated=(6, 7))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_number_of_heads_of_a_program_changes_no_bit(interpreter, monkeypatch, fp8):
+    from compiled_mtp.ops.qk_norm_rope_kv_write import kernel
+
+    found = []
+    for least in ((9, 9), (1, 9), (1, 1)):
+        monkeypatch.setattr(kernel, "LEAST_ROWS_OF_TWO", least[0])
+        monkeypatch.setattr(kernel, "LEAST_ROWS_OF_FOUR", least[1])
+        args = make(7, 8, 2, 64, dtype=torch.bfloat16, fp8=fp8)
+        found.append((qk_norm_rope_kv_write.launch(*args), *(x for x in args[6:8] if x is not None)))
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+def test_a_program_has_queries_only_or_none():
+    from compiled_mtp.ops.qk_norm_rope_kv_write.kernel import heads_of_program
+
+    assert [heads_of_program(rows, 24, 4) for rows in (1, 31, 32, 255, 256, 4096)] == [1, 1, 2, 2, 4, 4]
+    # Ranks may have few heads.
+    assert [heads_of_program(256, *heads) for heads in ((8, 2), (6, 1), (3, 1), (12, 1))] == [4, 2, 1, 2]
 
 
 def with_axes(args, seed=3):

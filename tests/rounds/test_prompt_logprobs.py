@@ -18,9 +18,10 @@ from compiled_mtp.request import RequestOutput, SamplingParams
 from compiled_mtp.rounds.prompt_logprobs import SLICE_ROWS
 from compiled_mtp.runner.memory_plan import MemoryPlan, plan_memory
 from compiled_mtp.sampling.logprobs import TokenLogprob
-from tests.checkpoints import oracle, write_checkpoint
+from tests.checkpoints import write_checkpoint
 from tests.engines import make_engine, prompt_of
 from tests.fake_runner import FakeRunner
+from tests.oracle import oracle
 from tests.scheduling import make_request, make_scheduler, step, stream
 
 VOCAB = 512

@@ -16,9 +16,9 @@ from compiled_mtp.rounds import drafters
 from compiled_mtp.runner.programs import Programs
 from compiled_mtp.runner.sizes import vision_bytes
 from compiled_mtp.vision.positions import rotary_positions
-from tests.checkpoints import oracle
 from tests.communicators.threads import engine_of
 from tests.engines import LateCopyStream, make_engine, run_to_end
+from tests.oracle import oracle
 from tests.vision.checkpoints import VisionOracle, write_vision_checkpoint
 from tests.vision.traffic import (
     COUNT,

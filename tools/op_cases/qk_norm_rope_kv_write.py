@@ -84,3 +84,8 @@ def launches(capability: int) -> Iterator[LaunchCase]:
     for dtype in (BF16, FP8, FP32):
         make = functools.partial(make_inputs, shape=SHAPES["27b"], rows=ROWS, cache=dtype, has_axes=True)
         yield launch(f"27b-three-axes-{dtype_label(dtype)}", qk_norm_rope_kv_write, make, dtype)
+    # Programs of two and of four heads.
+    for rows in (32, 256):
+        for dtype in (BF16, FP8):
+            make = functools.partial(make_inputs, shape=SHAPES["27b"], rows=rows, cache=dtype)
+            yield launch(f"27b-{rows}-{dtype_label(dtype)}", qk_norm_rope_kv_write, make, dtype)

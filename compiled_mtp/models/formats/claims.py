@@ -34,12 +34,12 @@ _DATA_TYPES = ("int", "fp", "mx_fp", "mx_fp_rceil", "nv_fp", "nv_fp4_with_static
 _ROTATIONS = ("transform_config", "rotation_config", "spinquant_config")
 _TENSORS_FORMATS = (
     *("pack-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
-    *("naive-quantized", "mixed-precision", "int-quantized", "dense"),
+    *("mxfp8-quantized", "naive-quantized", "mixed-precision", "int-quantized", "dense"),
 )
 # modelopt writes some of them in lower case.
 _ALGORITHMS = (
     *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4"),
-    "MIXED_PRECISION",
+    *("MXFP8", "MIXED_PRECISION"),
 )
 # An AutoRound entry of 16 bits or more is not quantised.
 _BITS = (4, 8)
