@@ -505,8 +505,8 @@ def combine_kernel(
 ):
     """Combine the partials of each head and row, BD dims a program.
 
-    With HAS_PREFIX a program takes heads and rows in turn, only of requests with partials: often there are
-    none, and always few if one program each would take long to start.
+    With HAS_PREFIX a fixed number of programs takes heads and rows in turn, only those of requests with
+    partials. One program for each head and row of 256 requests would take long to find that there are none.
     """
     if PDL:
         gdc_launch_dependents()
