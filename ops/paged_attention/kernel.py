@@ -43,8 +43,8 @@ WIDE_SHARED_BYTES = 144 * 1024
 # A row may pass through the masked loop in one window and the unmasked loop in another: the compiler must not
 # fuse multiply and add in only one of them.
 FUSION = {"enable_fp_fusion": False}
-# A program sums 64 dims: one warp needs no barrier for that.
-COMBINE_WARPS = 1
+# Dims of a warp that combines partials, and programs per processor that combine those after prefixes.
+COMBINE_DIMS, COMBINE_PROGRAMS = 64, 8
 # Sizes that differ from call to call: one binary serves them all.
 PREFILL_UNSPECIALIZED = ("num_pieces", "max_blocks", "first_key", "table_stride")
 
@@ -168,14 +168,23 @@ class Configuration(NamedTuple):
     tail_stages: int = 1
 
 
-def verify_configuration(dtype: torch.dtype, has_scale: bool, hd: int, group_rows: int) -> Configuration:
-    """Return the verify configuration; group_rows: rows of a kv head, which decide BM and change no bit."""
+def verify_configuration(
+    dtype: torch.dtype, has_scale: bool, hd: int, group_rows: int, pairs: int, processors: int
+) -> Configuration:
+    """Return the verify configuration.
+
+    group_rows, the rows of a kv head, and pairs, the (request, kv head) pairs, decide BM and change no bit.
+    """
     if dtype == torch.float32:
         return Configuration(16, 16, 4, 1, 4)
     tail_stages = 1 if has_scale else 2
     if hd == 256:
+        # A program takes two thirds of the time with a tile of 16 rows, so twice as many programs are faster
+        # where all of them run at once. They would widen FP8 keys twice.
+        tiles = triton.cdiv(group_rows, 16) * pairs
+        is_narrow = pairs >= PREFIXED_ITEMS and processors < tiles <= 2 * processors and not has_scale
         # A tile of 64 rows would leave no room for a copy that is on its way while another is computed.
-        return Configuration(16 if group_rows <= 16 else 32, 32, 4, 3, 2, tail_stages)
+        return Configuration(16 if group_rows <= 16 or is_narrow else 32, 32, 4, 3, 2, tail_stages)
     return Configuration(64, 64, 4, 2, 4, tail_stages)
 
 
@@ -221,7 +230,10 @@ def launch(args: Any) -> torch.Tensor:
     hkv, block_size = kv.shape[2], kv.shape[3]
     scales, scale_strides = (kv, (0, 0, 0)) if kv_scale is None else (kv_scale, kv_scale.stride()[:3])
     if is_verify:
-        config = verify_configuration(q.dtype, kv_scale is not None, hd, query_len * hq // hkv)
+        pairs = num_requests * hkv
+        config = verify_configuration(
+            q.dtype, kv_scale is not None, hd, query_len * hq // hkv, pairs, processors
+        )
     else:
         is_wide = hq * triton.cdiv(rows, 128) >= WIDE_PROGRAMS
         config = prefill_configuration(q.dtype, is_wide, hd, device.shared_bytes)
@@ -243,30 +255,31 @@ def launch(args: Any) -> torch.Tensor:
     num_splits = count_splits(max_blocks * block_size)
     row_tiles = triton.cdiv(query_len * (hq // hkv), config.BM)
     programs = processors * config.programs_per_sm
-    has_prefix = num_requests * hkv >= PREFIXED_ITEMS
+    has_prefix = pairs >= PREFIXED_ITEMS
     most = PREFIX_PROGRAMS if has_prefix else num_requests * num_splits * row_tiles * hkv
     programs = min(programs, most)
     # [partial, kv head, row of the kv head]: with prefixes the partials of each request's prefix, then the
     # others one request after another; else num_splits partials a request.
     partials = count_partials(num_requests, max_blocks * block_size, hkv) * query_len * hq
     places = block_table.new_empty((num_requests + 1,))
+    max_requests = max(32, triton.next_power_of_2(num_requests))
     part_sum = torch.empty((partials, hd), dtype=torch.float32, device=q.device)
     part_largest, part_total = torch.empty((2, partials), dtype=torch.float32, device=q.device).unbind()
     verify_kernel[(programs,)](
         q, gate, kv, scales, block_table, positions, out, part_sum, part_largest, part_total, places,
         zero_counters(q.device), *q.stride()[:2], *gate.stride()[:2],
         *strides, num_requests, query_len, max_blocks, num_splits, first_key, scale_log2,
-        MAX_REQUESTS=max(32, triton.next_power_of_2(num_requests)), MAX_WINDOW=MAX_VERIFY_WINDOW,
+        MAX_REQUESTS=max_requests, MAX_WINDOW=MAX_VERIFY_WINDOW,
         HAS_PREFIX=has_prefix, BLOCK_SIZE=block_size, TAIL_STAGES=config.tail_stages,
         PDL=has_pdl, launch_pdl=has_pdl, **tiles, **FUSION,
     )  # fmt: skip
-    width = min(hd, 64)
-    # Most programs find nothing to do with prefixes: there are fewer of them.
-    chunks = hd // width if has_prefix else 1
-    combine_kernel[(rows * hq, hd // width // chunks)](
+    # With prefixes one row's partials may be all that is left: several warps take them.
+    width = hd if has_prefix else min(hd, COMBINE_DIMS)
+    items = rows * hq
+    combine_kernel[(min(items, COMBINE_PROGRAMS * processors) if has_prefix else items, hd // width)](
         part_sum, part_largest, part_total, places, gate, positions, out, *gate.stride()[:2], num_requests,
         query_len, num_splits, max_blocks * block_size, first_key, HKV=hkv, GROUP=hq // hkv, HD=hd, BD=width,
-        CHUNKS=chunks, HAS_PREFIX=has_prefix, LOADS=PREFIX_LOADS if has_prefix else SPLIT_LOADS, PDL=has_pdl,
-        launch_pdl=has_pdl, num_warps=COMBINE_WARPS, **FUSION,
+        MAX_REQUESTS=max_requests, HAS_PREFIX=has_prefix, LOADS=PREFIX_LOADS if has_prefix else SPLIT_LOADS,
+        PDL=has_pdl, launch_pdl=has_pdl, num_warps=max(1, width // COMBINE_DIMS), **FUSION,
     )  # fmt: skip
     return out

@@ -23,6 +23,8 @@ UNSPECIALIZED = (
     "num_splits",
     "num_keys",
 )
+# A request that is longer than a prefix by at most this many keys stays whole: combining takes as long.
+WHOLE_KEYS = tl.constexpr(224)
 # Partials that combine_kernel loads at a time: splits, and what follows a prefix.
 SPLIT_LOADS = 16
 PREFIX_LOADS = 8
@@ -60,14 +62,18 @@ def find_prefix(last, first_key, num_items, num_programs, heads):
     """
     begin = split_begin(split_of(first_key))
     keys = tl.where(last >= first_key, last + 1 - begin, 0)
-    share = (tl.sum(keys.to(tl.int64), 0) * heads // num_programs).to(tl.int32)
+    total = tl.sum(keys.to(tl.int64), 0) * heads
     longest = tl.max(keys, 0)
-    # Up to half as many items as programs have a processor each, which is then twice as fast.
-    busy = tl.where(2 * num_items <= num_programs, longest // 2, longest)
+    share = (total // num_programs).to(tl.int32)
+    # A split that is an item of its own takes about twice as long as one in a prefix. With this prefix, the
+    # programs of prefixes end when the others have taken all splits after them.
+    fair = (2 * total // (num_programs + num_items)).to(tl.int32)
     # Items of several turns must be short, or the last one would keep all programs waiting.
-    most = tl.where(num_items <= num_programs, share, share // 2)
+    is_one_turn = num_items <= num_programs
+    most = tl.where(is_one_turn, fair, share // 2)
+    longest_whole = tl.where(is_one_turn, fair + WHOLE_KEYS, share + share // 4)
     cut = tl.maximum(split_of(begin + most), split_of(first_key) + 1)
-    return tl.where(4 * busy <= 5 * share, split_of(begin + longest) + 1, cut)
+    return tl.where(longest <= longest_whole, split_of(begin + longest) + 1, cut)
 
 
 @triton.jit
@@ -437,6 +443,41 @@ def fold_loaded(acc, denominator, largest, loaded, start, count, COUNT: tl.const
     return acc, denominator, largest
 
 
+@triton.jit
+def combine_row(
+    part_sum, part_largest, part_total, gate, out, first, following, step, count, dim,
+    HD: tl.constexpr, BD: tl.constexpr, LOADS: tl.constexpr,
+):  # fmt: skip
+    """Fold the dims `dim` of one head of one row over its `count` partials in order, and apply the gate.
+
+    gate, out: those of this head and row.
+    """
+    last_partial = tl.maximum(count - 1, 0)
+    loaded = load_partials(
+        part_sum, part_largest, part_total, first, following, step, 0, last_partial, dim, HD, LOADS
+    )
+    g = tl.load(gate + dim).to(tl.float32)
+    acc = tl.zeros((BD,), tl.float32)
+    denominator = tl.zeros((), tl.float32)
+    largest = tl.full((), -float("inf"), tl.float32)
+    acc, denominator, largest = fold_loaded(acc, denominator, largest, loaded, 0, count, LOADS)
+    if count > LOADS:
+        loaded = load_partials(
+            part_sum, part_largest, part_total, first, following, step, LOADS, last_partial, dim, HD, LOADS
+        )
+        for start in range(LOADS, count, LOADS):
+            # Load one step ahead: even a long context waits for memory only once.
+            later = load_partials(
+                part_sum, part_largest, part_total, first, following, step, start + LOADS, last_partial, dim,
+                HD, LOADS,
+            )  # fmt: skip
+            acc, denominator, largest = fold_loaded(acc, denominator, largest, loaded, start, count, LOADS)
+            loaded = later
+    value = acc / tl.where(denominator == 0.0, 1.0, denominator)
+    value = value * (1.0 / (1.0 + tl.exp(-g)))
+    tl.store(out + dim, value.to(out.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_kernel(
     part_sum,
@@ -457,75 +498,55 @@ def combine_kernel(
     GROUP: tl.constexpr,
     HD: tl.constexpr,
     BD: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    MAX_REQUESTS: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     LOADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Fold CHUNKS times BD dims of one head of one row over its partials in order, and apply the gate."""
+    """Combine the partials of each head and row, BD dims a program.
+
+    With HAS_PREFIX a program takes heads and rows in turn, only of requests with partials: often there are
+    none, and always few if one program each would take long to start.
+    """
     if PDL:
         gdc_launch_dependents()
-    item = tl.program_id(0).to(tl.int64)
-    row = item // (HKV * GROUP)
-    head = item % (HKV * GROUP)
-    request = row // query_len
-    # An entry of each partial of this row; the next partial's lies `step` entries later.
+    # An entry of each partial; the next partial's lies `step` entries later.
     step = HKV * query_len * GROUP
-    entry = head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
-    # Positions may be read before the wait (reference.py).
-    last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
-    first_split = split_of(first_key)
-    end = tl.where(last >= first_key, split_of(last) + 1, 0)
-    if PDL:
-        gdc_wait()
+    dim = tl.program_id(1) * BD + tl.arange(0, BD)
     if HAS_PREFIX:
-        following = tl.load(places + request).to(tl.int64)
-        if following < 0:
-            # verify_kernel has stored the result.
-            return
+        requests = tl.arange(0, MAX_REQUESTS)
+        if PDL:
+            gdc_wait()
+        place = tl.load(places + requests, mask=requests < num_requests, other=-1)
         prefix_end = tl.load(places + num_requests)
-        first = entry + request * step
-        following = entry + following * step
+        ends = tl.cumsum((place >= 0).to(tl.int32), 0)
+        for item in range(tl.program_id(0), tl.max(ends, 0) * step, tl.num_programs(0)):
+            request = tl.sum((ends <= item // step).to(tl.int32), 0)
+            following = tl.sum(tl.where(requests == request, place, 0), 0).to(tl.int64)
+            entry = item % step
+            row = request.to(tl.int64) * query_len + entry % (query_len * GROUP) // GROUP
+            head = entry // (query_len * GROUP) * GROUP + entry % GROUP
+            last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
+            end = tl.where(last >= first_key, split_of(last) + 1, 0)
+            count = tl.where(end > 0, 1 + tl.maximum(end - prefix_end, 0), 0)
+            combine_row(
+                part_sum, part_largest, part_total, gate + row * gate_row_stride + head * gate_head_stride,
+                out + (row * (HKV * GROUP) + head) * HD, entry + request.to(tl.int64) * step,
+                entry + following * step, step, count, dim, HD, BD, LOADS,
+            )  # fmt: skip
     else:
-        prefix_end = first_split + 1
-        first = entry + (request * num_splits + first_split) * step
-        following = first + step
-    count = tl.where(end > 0, 1 + tl.maximum(end - prefix_end, 0), 0)
-    last_partial = tl.maximum(count - 1, 0)
-    for chunk in tl.static_range(CHUNKS):
-        dim = (tl.program_id(1) * CHUNKS + chunk) * BD + tl.arange(0, BD)
-        loaded = load_partials(
-            part_sum, part_largest, part_total, first, following, step, 0, last_partial, dim, HD, LOADS
-        )
-        g = tl.load(gate + row * gate_row_stride + head * gate_head_stride + dim).to(tl.float32)
-        acc = tl.zeros((BD,), tl.float32)
-        denominator = tl.zeros((), tl.float32)
-        largest = tl.full((), -float("inf"), tl.float32)
-        acc, denominator, largest = fold_loaded(acc, denominator, largest, loaded, 0, count, LOADS)
-        if count > LOADS:
-            loaded = load_partials(
-                part_sum,
-                part_largest,
-                part_total,
-                first,
-                following,
-                step,
-                LOADS,
-                last_partial,
-                dim,
-                HD,
-                LOADS,
-            )
-            for start in range(LOADS, count, LOADS):
-                # Load one step ahead: even a long context waits for memory only once.
-                later = load_partials(
-                    part_sum, part_largest, part_total, first, following, step, start + LOADS, last_partial,
-                    dim, HD, LOADS,
-                )  # fmt: skip
-                acc, denominator, largest = fold_loaded(
-                    acc, denominator, largest, loaded, start, count, LOADS
-                )
-                loaded = later
-        value = acc / tl.where(denominator == 0.0, 1.0, denominator)
-        value = value * (1.0 / (1.0 + tl.exp(-g)))
-        tl.store(out + item * HD + dim, value.to(out.dtype.element_ty))
+        item = tl.program_id(0).to(tl.int64)
+        row = item // (HKV * GROUP)
+        head = item % (HKV * GROUP)
+        # Positions may be read before the wait (reference.py).
+        last = tl.minimum(tl.load(positions + row), num_keys - 1).to(tl.int32)
+        first_split = split_of(first_key)
+        end = tl.where(last >= first_key, split_of(last) + 1, 0)
+        if PDL:
+            gdc_wait()
+        entry = head // GROUP * query_len * GROUP + row % query_len * GROUP + head % GROUP
+        first = entry + (row // query_len * num_splits + first_split) * step
+        combine_row(
+            part_sum, part_largest, part_total, gate + row * gate_row_stride + head * gate_head_stride,
+            out + item * HD, first, first + step, step, tl.maximum(end - first_split, 0), dim, HD, BD, LOADS,
+        )  # fmt: skip

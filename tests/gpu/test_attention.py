@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from compiled_mtp.ops.paged_attention import paged_attention
+from compiled_mtp.ops.paged_attention import kernel, paged_attention, splits
 from compiled_mtp.ops.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from tests.ops.attention_cases import call, exact, make
 from tests.ops.harness import check_launch, rel_l2
@@ -121,6 +123,22 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(shape, dtype):
                     q[pick], gate[pick], kv, scale, wide, positions[pick], softmax_scale, first
                 )
                 assert torch.equal(got, full[pick]), (window, requests, begin)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_prefixes_have_the_bits_of_splits(monkeypatch, fp8):
+    """Of requests of one length and of many: 33 in tiles of 16 rows, 48 in tiles of 32, and of 256 a program
+    that combines takes many rows."""
+    rng = random.Random(0)
+    for requests in (33, 48, 256):
+        for lengths in ([600] * requests, [rng.randint(4, 400_000 // requests) for _ in range(requests)]):
+            args = make(lengths, 4, *HEADS["27b"], dtype=torch.bfloat16, fp8=fp8, device="cuda")
+            found = []
+            for most in (1, 1 << 30):
+                monkeypatch.setattr(splits, "PREFIXED_ITEMS", most)
+                monkeypatch.setattr(kernel, "PREFIXED_ITEMS", most)
+                found.append(paged_attention.launch(*args))
+            assert torch.equal(*found), (requests, lengths[:4])
 
 
 def test_strided_inputs_and_poisoned_memory():

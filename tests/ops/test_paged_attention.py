@@ -262,6 +262,40 @@ def test_prefixes_have_the_bits_of_splits(interpreter, monkeypatch, lengths, win
     assert torch.equal(paged_attention.launch(*args), found[1])
 
 
+def test_tiles_of_sixteen_rows_have_the_bits_of_those_of_thirty_two(interpreter, monkeypatch):
+    """Six query heads and four rows; two requests of one kv head, of which no program takes both."""
+    from compiled_mtp.ops.paged_attention import kernel
+
+    args = make([130, 20], 4, 6, 1, 256, dtype=torch.bfloat16)
+    found = []
+    for most in (1 << 30, 1):
+        monkeypatch.setattr(splits, "PREFIXED_ITEMS", most)
+        monkeypatch.setattr(kernel, "PREFIXED_ITEMS", most)
+        found.append(paged_attention.launch(*args))
+    assert torch.equal(*found)
+
+
+def test_the_rows_of_a_tile():
+    from compiled_mtp.ops.paged_attention.kernel import verify_configuration
+
+    def rows(group_rows, pairs, has_scale=False):
+        return verify_configuration(torch.bfloat16, has_scale, 256, group_rows, pairs, 132).BM
+
+    assert [rows(24, pairs) for pairs in (1, 63, 64, 67, 128, 132, 133, 256)] == [
+        32,
+        32,
+        32,
+        16,
+        16,
+        16,
+        32,
+        32,
+    ]
+    assert [rows(48, pairs) for pairs in (64, 88, 89)] == [16, 16, 32]
+    assert rows(24, 128, has_scale=True) == 32
+    assert rows(16, 512) == 16
+
+
 def test_splits_cover_every_key_once(interpreter):
     from compiled_mtp.ops.paged_attention.splits import count_splits
 
@@ -271,14 +305,14 @@ def test_splits_cover_every_key_once(interpreter):
         assert count_splits(keys) == 1 + sum(end < keys for end in ends)
 
 
-def prefix_end(lengths, kv_heads, programs, first_key=0):
-    """`find_prefix` in Python: the number of splits of a prefix."""
-    share = sum(lengths) * kv_heads // programs
-    items, longest = len(lengths) * kv_heads, max(lengths)
-    busy = longest // 2 if 2 * items <= programs else longest
-    if 4 * busy <= 5 * share:
+def prefix_end(lengths, heads, programs):
+    """`find_prefix` in Python: the number of splits of a prefix; `heads` items take a request's keys."""
+    total, items, longest = sum(lengths) * heads, len(lengths) * heads, max(lengths)
+    share, fair = total // programs, 2 * total // (programs + items)
+    most, whole = (fair, fair + 224) if items <= programs else (share // 2, share + share // 4)
+    if longest <= whole:
         return splits.count_splits(longest)
-    return max(1, splits.count_splits(1 + (share if items <= programs else share // 2)) - 1)
+    return max(1, splits.count_splits(1 + most) - 1)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -297,7 +331,7 @@ def test_the_buffer_holds_the_partials_of_any_lengths(kv_heads, most_keys):
         if requests * kv_heads < splits.PREFIXED_ITEMS:
             assert most == requests * splits.count_splits(most_keys)
             continue
-        prefix = prefix_end(lengths, kv_heads, programs)
+        prefix = prefix_end(lengths, kv_heads * rng.choice((1, 2)), programs)
         used = requests + sum(max(0, splits.count_splits(length) - prefix) for length in lengths)
         assert used <= most, (trial, lengths[:9])
     assert splits.count_partials(256, 262144, 4) == 2 * 256 + 40 * 600

@@ -112,9 +112,13 @@ def launches(capability: int) -> Iterator[LaunchCase]:
                 ("verify", WINDOW, 1),
                 # So many requests that a program folds several splits.
                 ("prefixed-verify", WINDOW, 32),
+                # So many that a tile has 32 rows again.
+                ("many-verify", WINDOW, 64),
                 ("prefill", PREFILL_ROWS, 1),
                 ("short-prefill", 128, 1),
             ):
+                if name == "many-verify" and (heads[0], dtype) != (24, BF16):
+                    continue
                 keys = MAX_BLOCKS * BLOCK_SIZE
                 make = functools.partial(
                     make_inputs, shape=shape, requests=requests, query_len=window, keys=keys, cache=dtype
