@@ -350,6 +350,7 @@ class Runner:
         """The result of a failed launch, after a wait for its copies."""
         logger.error("a %s step failed", plan.kind, exc_info=error)
         self._masks.pop(plan.step_id, None)
+        self._begun.pop(plan.step_id, None)
         self.moves.wait(plan)
         return StepResult(plan, error=f"{type(error).__name__}: {error}")
 
