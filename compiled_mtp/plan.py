@@ -266,8 +266,9 @@ class StepResult:
     for a chain's; else empty. copies_done: ids of complete copies. copies_failed: ids of copies that never
     began because there was no memory for their target. logprobs: the log probabilities of token_ids, if the
     plan wants them, else empty; prompt_logprobs: the log probabilities of plan.next_ids. is_late: the device
-    finished at an unknown time before the host read the result, as a CPU always does. With an error, none of
-    the plan's copies still runs.
+    finished at an unknown time before the host read the result, as a CPU always does. device_s: the seconds
+    that a round took on a GPU, by its own clock, if the result is late. With an error, none of the plan's
+    copies still runs.
     """
 
     plan: StepPlan
@@ -281,4 +282,5 @@ class StepResult:
     logprobs: Sequence[RowLogprobs] = ()
     prompt_logprobs: RowLogprobs | None = None
     is_late: bool = False
+    device_s: float | None = None
     matches: Sequence[Sequence[int]] = ()

@@ -66,5 +66,5 @@ def new_product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
 
 def new_sums(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -> Tensor:
     """Allocate a product's partials, float32 unless they are one whole sum."""
-    dtype = x.dtype if is_sum(x.shape[1], count, whole_k) else torch.float32
-    return new_partials(x, weight, count, stacked, dtype)
+    is_rounded = not stacked and is_sum(x.shape[1], count, whole_k)
+    return new_partials(x, weight, count, stacked, x.dtype if is_rounded else torch.float32)

@@ -51,7 +51,10 @@ def add_splits(sums: Sequence[torch.Tensor], count: int, stacked: bool) -> torch
 def new_partials(
     x: torch.Tensor, weight: torch.Tensor, count: int, stacked: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Allocate the partials of x [M, K] and weight [N, K] as `add_splits` shapes them; float32 if stacked."""
+    """Allocate the partials of x [M, K] and weight [N, K] as `add_splits` shapes them.
+
+    dtype: of partials that are not stacked; stacked ones are float32.
+    """
     if stacked:
         return x.new_empty((count * x.shape[0], weight.shape[0]), dtype=torch.float32)
     return x.new_empty((count, x.shape[0], weight.shape[0]), dtype=dtype)

@@ -70,6 +70,9 @@ class Runner:
         self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
         # By step_id of plans that are not launched yet; on the host.
         self._masks: dict[int, torch.Tensor] = {}
+        # By step_id of launches whose results are unread, the events before their programs; and free events.
+        self._begun: dict[int, torch.Event] = {}
+        self._free_events: list[torch.Event] = []
         # By shape of the output, the buffers that no unread launch uses.
         self._free_buffers: dict[torch.Size | None, list[_HostBuffer]] = {}
 
@@ -134,6 +137,7 @@ class Runner:
         """Forget every launch and all that an interrupted launch may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
+        self._begun.clear()
         if self.encoder is not None:
             self.encoder.clear()
         self.programs.forget_batches()
@@ -244,6 +248,10 @@ class Runner:
         failed = self.moves.carry_out(plan)
         if self.encoder is not None:
             self.encoder.release({move.slot for move in plan.moves if isinstance(move, Release)})
+        if self.spec.device.type == "cuda":
+            begun = self._free_events.pop() if self._free_events else self._make_event()
+            begun.record()
+            self._begun[plan.step_id] = begun
         output = self._start(plan)
         self.moves.save(plan)
         return self._fetch(output), failed
@@ -313,12 +321,15 @@ class Runner:
     def _make_buffer(self, shape: torch.Size | None) -> _HostBuffer:
         is_cuda = self.spec.device.type == "cuda"
         packed = None if shape is None else torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda)
+        return _HostBuffer(packed, self._make_event() if is_cuda else None)
+
+    def _make_event(self) -> torch.Event:
         # torch.cuda.Event would look up the current stream in Python at every step.
-        return _HostBuffer(packed, torch.Event(self.spec.device) if is_cuda else None)
+        return torch.Event(self.spec.device, enable_timing=True)
 
     def _finish(self, plan: StepPlan, buffer: _HostBuffer, failed: tuple[int, ...]) -> StepResult:
         # A CPU computes while it launches.
-        is_late = True
+        is_late, device_s = True, None
         if buffer.ready is not None:
             begin = time.perf_counter()
             try:
@@ -327,7 +338,11 @@ class Runner:
             except Exception as error:
                 return self.fail(plan, error)
             self.waited_s += time.perf_counter() - begin
-        result = self._read(plan, buffer.packed, failed, is_late)
+            if (begun := self._begun.pop(plan.step_id, None)) is not None:
+                # The host saw the end of any other launch itself.
+                device_s = begun.elapsed_time(buffer.ready) / 1e3 if is_late else None
+                self._free_events.append(begun)
+        result = self._read(plan, buffer.packed, failed, is_late, device_s)
         self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
         return result
 
@@ -335,11 +350,17 @@ class Runner:
         """The result of a failed launch, after a wait for its copies."""
         logger.error("a %s step failed", plan.kind, exc_info=error)
         self._masks.pop(plan.step_id, None)
+        self._begun.pop(plan.step_id, None)
         self.moves.wait(plan)
         return StepResult(plan, error=f"{type(error).__name__}: {error}")
 
     def _read(
-        self, plan: StepPlan, packed: torch.Tensor | None, failed: tuple[int, ...], is_late: bool
+        self,
+        plan: StepPlan,
+        packed: torch.Tensor | None,
+        failed: tuple[int, ...],
+        is_late: bool,
+        device_s: float | None,
     ) -> StepResult:
         """The result of a plan, from its packed StepOutput."""
         copies_done = self.moves.take_done(plan, failed)
@@ -388,6 +409,7 @@ class Runner:
             logprobs=_logprobs(packed, num_tokens, tokens, num_logprobs),
             prompt_logprobs=prompt_logprobs,
             is_late=is_late,
+            device_s=device_s,
             matches=matches,
         )
 

@@ -20,11 +20,11 @@ class DepthPolicy:
     depths: those that are ready; sizes: the numbers of requests of the compiled buckets, ascending; clock:
     returns seconds. A round's time ends at its result. It begins at its launch, or at the previous result if
     that came later, because with a launch in flight the device runs one after the other without a pause. If
-    the launch in flight is not a round, the time of a late result is dropped: a prompt chunk may occupy the
-    host for longer than the device runs the round. After a result that was read late, the time begins at the
-    launch unless its own result is late too: a time may be too long, never too short. Rounds with looked-up
-    drafts show nothing of a chain: `wide` records them. For the thread that steps; any thread may call
-    `rounds`.
+    the launch in flight is not a round, the time of a late result is that of the device's own clock: a prompt
+    chunk may occupy the host for longer than the device runs the round. Without that clock it is dropped.
+    After a result that was read late, the time begins at the launch unless its own result is late too: a time
+    may be too long, never too short. Rounds with looked-up drafts show nothing of a chain: `wide` records
+    them. For the thread that steps; any thread may call `rounds`.
     """
 
     def __init__(
@@ -123,15 +123,18 @@ class DepthPolicy:
         # Most plans have neither moves nor a catch-up, so the call is avoided.
         if (plan.moves or plan.catches_up) and _is_disturbed(plan):
             return
-        if now_s > begin_s and (self._other_step_id < plan.step_id or is_exact):
+        seconds = now_s - begin_s
+        if not is_exact and self._other_step_id > plan.step_id:
+            seconds = (plan.kind == "decode" and result.device_s) or 0.0
+        if seconds > 0.0:
             read = (len(plan.slots), plan.kind == "accept")
             bucket = self._planned_bucket if read == self._planned else self._bucket(read)
             verify, depth = plan.shape
             if result.matches:
                 time_class = (bucket, self._context)
-                self.wide.record_time(depth, time_class, now_s - begin_s, is_wide=verify > depth)
+                self.wide.record_time(depth, time_class, seconds, is_wide=verify > depth)
             if verify == depth:
-                self.controller.record_time(depth, bucket, self._context, now_s - begin_s)
+                self.controller.record_time(depth, bucket, self._context, seconds)
 
     def _record_round(self, result: StepResult) -> None:
         """Record what a round kept: of a chain's drafts for the controller, of looked-up ones for `wide`."""

@@ -167,8 +167,9 @@ def _count_fits(
 
 
 def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, stacked: bool) -> Tensor:
-    dtype = x.dtype if is_sum(weight.shape[1], count, whole_k) else torch.float32
-    return new_partials(x, weight, count, stacked, dtype)
+    # The compiler knows the count of stacked partials only as an expression of rows: no branch may read it.
+    is_rounded = not stacked and is_sum(weight.shape[1], count, whole_k)
+    return new_partials(x, weight, count, stacked, x.dtype if is_rounded else torch.float32)
 
 
 @operator(

@@ -66,5 +66,5 @@ def count_partials(weight: torch.Tensor, rows: int, whole_k: int = 0) -> int:
 
 def parts_dtype(weight: torch.Tensor, count: int, whole_k: int, out_float32: bool) -> torch.dtype:
     """bfloat16 of a whole weight's sum, float32 of parts of it; a shard of the weight may give one."""
-    is_rounded = is_sum(weight.shape[1], count, whole_k) and not out_float32
+    is_rounded = not out_float32 and is_sum(weight.shape[1], count, whole_k)
     return torch.bfloat16 if is_rounded else torch.float32

@@ -52,7 +52,9 @@ def _product(x: Tensor, weight: Tensor, out_float32: bool) -> Tensor:
 
 
 def _parts(x: Tensor, weight: Tensor, count: int, whole_k: int, out_float32: bool, stacked: bool) -> Tensor:
-    return new_partials(x, weight, count, stacked, parts_dtype(weight, count, whole_k, out_float32))
+    # The compiler knows the count of stacked partials only as an expression of rows: no branch may read it.
+    dtype = parts_dtype(weight, count, whole_k, out_float32 or stacked)
+    return new_partials(x, weight, count, stacked, dtype)
 
 
 def sum_blocks(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_mtp.cache.copy_stream import CopyStream
 from compiled_mtp.cache.host_tier import _powers_of_two
+from compiled_mtp.cache.row_layout import RowLayout
 from compiled_mtp.cache.slot_tensors import SlotTensor, SlotTensors
 from compiled_mtp.plan import Admit, Copy, Draft, Location, SlotSampling, StepPlan
 from tests.checkpoints import write_checkpoint
@@ -130,6 +131,28 @@ class Launches(TorchDispatchMode):
         if not func.is_view and not name.startswith(("empty", "lift", "detach", "_to_copy")):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
+
+
+def test_launches_wait_for_copies_of_what_they_write_or_read(
+    snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot is overwritten after its copy to the host; a state from the host is read whole."""
+    moves = make_runner(snapshot).moves
+    moves.allocate_snapshots(1)
+    moves.allocate_prefix_host(1, 1)
+    tiers = {id(stream): name for name, stream in moves._copy_streams.items()}
+    order = []
+    for name in ("pack", "unpack"):
+        monkeypatch.setattr(RowLayout, name, lambda *_, name=name: order.append(name))
+    monkeypatch.setattr(CopyStream, "hold_launches", lambda stream: order.append(tiers[id(stream)]))
+    slot, saved = Location("slot", 1), Location("snapshot", 0)
+    moves.save(StepPlan(0, "prefill", saves=(Copy(1, slot, saved),)))
+    assert order == ["prefix_host", "pack"]
+    host = Location("prefix_host", 0)
+    moves.carry_out(StepPlan(1, "move", moves=(Copy(2, saved, host),)))
+    order.clear()
+    moves.carry_out(StepPlan(2, "move", moves=(Copy(3, host, slot),)))
+    assert order == ["unpack", "prefix_host"]
 
 
 def test_a_slot_moves_in_a_few_copies_however_many_layers_there_are(snapshot: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from compiled_mtp.ops.linear.config import (
     linear_config,
     read_table,
 )
+from compiled_mtp.ops.linear_w8a8 import linear_w8a8_partials
 from compiled_mtp.ops.silu_mul import silu_mul
 from tests.ops.harness import (
     check_compiles,
@@ -470,6 +471,32 @@ def test_a_shard_has_as_many_programs_as_the_whole(
         return count_partials(weight, rows, 0, k)
 
     assert tuple(count(shards) for shards in (1, 2, 4, 8)) == counts
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_program_of_several_sizes_has_no_branch_on_the_count(quantised: bool) -> None:
+    """The number of stacked partials is an expression of the rows, of which a compiled program has many."""
+    weight = torch.zeros(8, 1024).to(torch.float8_e4m3fn if quantised else torch.bfloat16)
+    scales, x_scale = torch.ones(1, 8), torch.ones(64, 8)
+
+    def partials(x: torch.Tensor) -> torch.Tensor:
+        count = 1 + 3 * min(1, (x.shape[0] - 1) // 16)
+        if quantised:
+            rows = x_scale[: x.shape[0]]
+            return linear_w8a8_partials(x, rows, weight, scales, count, stacked=True)
+        return linear_partials(x, weight, None, count, stacked=True)
+
+    traced = []
+
+    def stop(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return lambda *args: (torch.empty(0),)
+
+    torch._dynamo.reset()
+    x = torch.zeros(32, 1024).to(weight.dtype)
+    torch._dynamo.mark_dynamic(x, 0, min=4, max=64)
+    torch.compile(partials, fullgraph=True, backend=stop)(x)
+    assert len(traced) == 1
 
 
 def test_bad_arguments_raise() -> None:

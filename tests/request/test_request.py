@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from compiled_mtp.errors import escape, quote
 from compiled_mtp.plan import RowLogprobs
-from compiled_mtp.request import Request, SamplingParams, derive_seed
+from compiled_mtp.request import Request, RequestOutput, SamplingParams, derive_seed
 from compiled_mtp.sampling.stop_strings import StopStrings
+from compiled_mtp.scheduler.last_outputs import cut_short
 
 
 class CharDetokenizer:
@@ -447,3 +448,32 @@ def test_abort_gives_back_the_text_that_was_held() -> None:
     assert request.append([ord("a"), ord("x")], num_drafts=7, now_s=0.0)[1] == "a"
     assert request.finish("abort") == "x"
     assert request.finish_reason == "abort"
+
+
+def append_one(request: Request, token_id: int, num_drafts: int | None) -> RequestOutput:
+    """Append one token and return its output; nothing is committed."""
+    kept, text = request.append([token_id], num_drafts, 0.0)
+    return RequestOutput(request.request_id, kept, text, request.metrics)
+
+
+def test_a_request_that_is_cut_short_repeats_no_output_that_waits() -> None:
+    """The newest decides: an interrupt came after its output was made, and before it was committed."""
+    request = make_request()
+    outputs = [append_one(request, ord("a"), None)]
+    request.commit()
+    outputs.append(append_one(request, ord("b"), 0))
+    last = cut_short(request, "error", "interrupted", outputs)
+    assert (last.new_text, last.metrics.output_tokens) == ("", 2)
+
+
+def test_a_request_that_is_cut_short_repeats_no_prompt_logprobs() -> None:
+    """An interrupt came inside `commit`, after it had marked the tokens as delivered."""
+    request = make_request(prompt_logprobs=0)
+    rows = RowLogprobs([-1.0, -2.0], [1, 2], [[], []], [[], []], [0.0, 0.0])
+    request.add_prompt_logprobs(0, [2, 3], rows)
+    first = append_one(request, ord("a"), None)._replace(prompt_logprobs=request.take_prompt_logprobs())
+    assert first.prompt_logprobs is not None
+    request._delivered = request.metrics
+    assert cut_short(request, "error", "interrupted", [first]).prompt_logprobs is None
+    # The output itself was lost.
+    assert cut_short(request, "error", "interrupted", []).prompt_logprobs == first.prompt_logprobs

@@ -302,7 +302,7 @@ def test_a_lower_priority_starts_sooner_and_no_request_waits_for_ever() -> None:
 def test_the_oldest_request_is_found_without_a_scan_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """While there is no room, the queue is asked at every step; the answer equals that of a full scan."""
     line, rng, looks = WaitingQueue(), random.Random(3), [0]
-    waiting = list[ScheduledRequest]()
+    waiting, running = list[ScheduledRequest](), list[ScheduledRequest]()
 
     def look(self: WaitingQueue) -> Iterator[ScheduledRequest]:
         looks[0] += 1
@@ -316,9 +316,11 @@ def test_the_oldest_request_is_found_without_a_scan_of_the_queue(monkeypatch: py
         line.add(scheduled)
         if rng.random() < 0.2:
             line.discard(gone := waiting.pop(rng.randrange(len(waiting))))
-            if rng.random() < 0.5:
-                waiting.append(gone)
-                line.add(gone)
+            running.append(gone)
+        if running and rng.random() < 0.1:
+            # Preempted: it may be older than all others.
+            waiting.append(again := running.pop(rng.randrange(len(running))))
+            line.add(again)
         line._num_taken = 7
         assert all(line.first() is min(waiting, key=lambda one: one.arrival) for _ in range(3))
     assert looks[0] < 100

@@ -69,6 +69,17 @@ def test_with_a_launch_in_flight_it_runs_from_the_result_before(rig: Rig) -> Non
     assert len(rig.rounds) == 6
 
 
+def test_a_late_result_before_a_prompt_chunk_has_the_devices_time(rig: Rig) -> None:
+    """With many streams a chunk follows nearly every round, and its launch takes the host long."""
+    plans = [rig.plan(0)]
+    for step_id in range(1, 7, 2):
+        chunk = rig.plan(step_id, "prefill", after_s=0.03)
+        rig.read(plans[-1], after_s=0.001, is_late=True, device_s=0.016)
+        plans.append(rig.plan(step_id + 1, after_s=0.001))
+        rig.read(chunk, after_s=0.05)
+    assert rig.seconds == [0.016, 0.016, 0.016]
+
+
 def test_two_phases_are_timed_together_and_apart_from_whole_rounds(rig: Rig) -> None:
     rig.read(rig.plan(0, "verify"), after_s=0.01)
     rig.read(rig.plan(1, "accept", after_s=0.004), after_s=0.006)
