@@ -180,7 +180,7 @@ class DepthController:
         self._probe_after = _FIRST_PROBE
         self._retry_after, self._retry_at = _FIRST_RETRY, _FIRST_RETRY
         self._lost = 0.0
-        self.num_probes = self.num_retries = self.num_switches = 0
+        self.num_probes = self.num_switches = 0
 
     def add_depth(self, depth: int) -> None:
         """Take one more depth, whose programs have become ready."""
@@ -235,7 +235,6 @@ class DepthController:
             self._learn()
             self._held = self._compare(round_class) - 1
         if self._retried is not None:
-            self.num_retries += 1
             return self._retried
         return self._probe() if not self.depth and self.reason != "only" else self.depth
 

@@ -20,8 +20,6 @@ _FIRST_TRY, _LAST_TRY, _TRY_ROUNDS = 32, 1024, 2
 class WideRounds:
     """What wide rounds of `width` drafts take and give, by the depth of the rounds and the class of their
     times.
-
-    tried, kept: the looked-up drafts of all rounds, and those kept.
     """
 
     def __init__(self, width: int) -> None:
@@ -30,7 +28,6 @@ class WideRounds:
         # The narrow rounds that a wide one replaces, by depth.
         self._worth: dict[int, float] = {}
         self._chances, self._try_after, self._tries_left = 0, _FIRST_TRY, 0
-        self.tried = self.kept = 0
 
     def pays(self, depth: int, round_class: Hashable) -> bool:
         """Return whether the next round of `depth`, which has looked-up drafts, should be wide."""
@@ -50,9 +47,6 @@ class WideRounds:
 
     def record_round(self, depth: int, verify: int, kept: int, *, is_looked_up: bool) -> None:
         """Record a round that verified `verify` drafts of one request and kept `kept` of them."""
-        if is_looked_up:
-            self.tried += verify
-            self.kept += kept
         if verify > depth:
             replaced = kept // (depth + 1) + 1 if is_looked_up else 1
             worth = self._worth_at(depth)

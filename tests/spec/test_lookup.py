@@ -44,7 +44,6 @@ def test_a_wide_round_pays_if_the_rounds_that_it_replaces_take_longer(
     record = timed(wide_s)
     learn(record, kept, 200)
     assert record.pays(DEPTH, CLASS) is pays
-    assert (record.tried, record.kept) == (200 * WIDTH, 200 * kept)
 
 
 def test_wide_rounds_of_a_chain_replace_one_round() -> None:
@@ -52,7 +51,6 @@ def test_wide_rounds_of_a_chain_replace_one_round() -> None:
     record = timed(1.5)
     learn(record, 3, 200, is_looked_up=False)
     assert not record.pays(DEPTH, CLASS)
-    assert (record.tried, record.kept) == (0, 0)
 
 
 def test_where_wide_rounds_do_not_pay_they_are_tried_ever_less_often() -> None:
@@ -101,7 +99,6 @@ def test_the_depth_learns_nothing_from_looked_up_rounds() -> None:
     one, other = (policy.controller.speeds(*CLASS) for policy in policies)
     assert one == other
     assert one[3] > 0
-    assert policies[0].wide.kept == 20 * 15
 
 
 def test_a_wide_round_whose_drafts_were_a_chain_s_counts_as_one_round() -> None:
@@ -121,4 +118,3 @@ def test_requests_beside_a_looked_up_one_still_teach_the_depth() -> None:
     policy.launch(plan)
     policy.read(StepResult(plan, [[1, 2, 3, 4], [5, 6]], matches=[[5, 0], [0, 0]]))
     assert policy.controller._rounds_of == {3: [[[], [5, 6]]]}
-    assert (policy.wide.tried, policy.wide.kept) == (3, 3)

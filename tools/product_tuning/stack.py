@@ -130,17 +130,15 @@ class ResidentTuner:
         self.stack = Stack(shape, rows)
         # The dict that `linear` reads.
         self.table = read_resident_table()
-        linears = [module for module in self.stack.target.modules() if isinstance(module, Linear)]
         self.names = {}
-        for module in linears:
-            n, k = module.weight.shape
-            parts = module.partial_counts[0] if module.is_before_norm else 1
-            kind = "gated" if module.is_gated else "product"
-            if module.is_before_norm:
-                kind = f"parts{parts}"
-            if module.may_be_resident:
+        for module in self.stack.target.modules():
+            if isinstance(module, Linear) and module.may_be_resident:
+                n, k = module.weight.shape
+                parts = module.partial_counts[0] if module.is_before_norm else 1
+                kind = "gated" if module.is_gated else "product"
+                if module.is_before_norm:
+                    kind = f"parts{parts}"
                 self.names[f"{n}x{k} {kind}"] = (n, k, parts)
-        self.linears = linears
 
     def stack_us(self) -> float:
         """Return the microseconds of the stack with the table as it is now."""
