@@ -24,6 +24,7 @@ import triton
 from op_cases import SHAPES, OpCase
 
 from compiled_mtp.benchmarks.gpu_rates import read_bandwidth, time_us
+from compiled_mtp.errors import check
 from compiled_mtp.terminal.console import run_command
 from compiled_mtp.terminal.flags import Parser, counts, names_of
 
@@ -77,8 +78,7 @@ def main() -> int:
         help="setting of a module",
     )
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("a CUDA device must be present: times on another device say nothing about the kernels")
+    check(torch.cuda.is_available(), "device", "be a CUDA GPU, whose kernels are timed", "none", "use one")
     settings = dict(args.set)
     bandwidth = read_bandwidth()
     versions = {"torch": torch.__version__, "triton": triton.__version__}

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from default_model_training import data
 
 from compiled_mtp import Engine, EngineConfig, SamplingParams
+from compiled_mtp.errors import check
 from compiled_mtp.terminal.console import run_command
 from compiled_mtp.terminal.flags import Parser
 
@@ -76,14 +77,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1000, help="greedy tokens to compare")
     arguments = parser.parse_args()
     for name, least in (("tokens", CONTINUATION), ("windows", 1)):
-        if (got := getattr(arguments, name)) < least:
-            parser.error(f"--{name} must be at least {least}, got {got}; raise it")
+        got = getattr(arguments, name)
+        check(got >= least, f"--{name}", f"be at least {least}", got, "raise it")
     plain = start(arguments.checkpoint, "auto", arguments)
     windows = read_windows(plain, arguments.text, arguments.window)
     needed = arguments.tokens // CONTINUATION
     prompts = [window[:PREFIX] for window in windows[:needed]]
-    if len(prompts) < needed:
-        parser.error(f"text must give {needed} windows, got {len(prompts)}; give more")
+    check(len(prompts) == needed, "text", f"give {needed} windows", len(prompts), "give more")
     windows = windows[: arguments.windows]
     wanted = continue_greedily(plain, prompts)
     whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, wanted, strict=True)]

@@ -40,6 +40,7 @@ import triton  # noqa: E402  it reads the environment
 from op_cases import launch_cases  # noqa: E402
 from record_launches import Launch, record  # noqa: E402
 
+from compiled_mtp.errors import check  # noqa: E402
 from compiled_mtp.terminal.console import run_command  # noqa: E402
 from compiled_mtp.terminal.flags import Parser, count  # noqa: E402
 
@@ -149,8 +150,8 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help=f"rewrite {TABLE.relative_to(ROOT)}")
     parser.add_argument("--jobs", type=count, default=1, help="processes that compile")
     args = parser.parse_args()
-    if args.products and args.record:
-        parser.error("--record must stand alone: the table holds resources; drop --products")
+    is_alone = not (args.products and args.record)
+    check(is_alone, "--record", "stand alone: the table holds resources", "--products too", "drop one")
     describe = products_of if args.products else resources_of
     table = compile_in_parts(args.operators, args.capabilities, args.first, describe, args.jobs)
     if not args.record:

@@ -40,6 +40,7 @@ from product_tuning.stack import STACK_LAYERS, ResidentTuner, Stack, choose_conf
 from product_tuning.ways import FEW_ROWS, Product, Way, call, empty_inputs, time_way
 from record_launches import Launch, record
 
+from compiled_mtp.errors import check
 from compiled_mtp.ops.device import device_of
 from compiled_mtp.ops.linear import large_m_config
 from compiled_mtp.ops.linear.config import TABLE, LinearConfig, dtype_name, read_table
@@ -339,8 +340,8 @@ def parse_flags(argv: list[str] | None) -> argparse.Namespace:
             setattr(flags, name, value)
     flags.weights = [one for one in flags.weights.split(",") if one]
     flags.until = time.monotonic() + flags.seconds
-    if not (flags.compile_only or torch.cuda.is_available()):
-        parser.error("a CUDA device must be present: times on another device say nothing about the kernels")
+    can_time = flags.compile_only or torch.cuda.is_available()
+    check(can_time, "device", "be a CUDA GPU, whose kernels are timed", "none", "use one, or --compile-only")
     return flags
 
 

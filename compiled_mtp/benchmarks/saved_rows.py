@@ -11,16 +11,23 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compiled_mtp.errors import fail
+
 Row = Mapping[str, Any]
 
 
 def read_rows(path: Path, fields: Collection[str], defaults: Row) -> list[Row]:
     """Return the rows of a file, with `defaults` for fields that it leaves out.
 
-    Raises ValueError for a row without one of `fields`, and for a file without rows.
+    Raises ValueError for a row without one of `fields`, and for a file without rows or that cannot be read.
     """
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
-    rows: list[Row] = [{**defaults, **json.loads(line)} for line in lines if line.lstrip().startswith("{")]
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        rows: list[Row] = [
+            {**defaults, **json.loads(line)} for line in lines if line.lstrip().startswith("{")
+        ]
+    except (OSError, ValueError) as error:
+        raise fail("beside", "be a file of JSON lines", f"{path}: {error}", "check the path") from None
     missing = [sorted(set(fields) - row.keys()) for row in rows]
     if not rows or any(missing):
         got = f"none of {max(missing)}" if rows else "no row"

@@ -39,7 +39,7 @@ from compiled_mtp.benchmarks.serving_rows import (
     percentiles,
     with_beside,
 )
-from compiled_mtp.errors import fail
+from compiled_mtp.errors import check, fail
 from compiled_mtp.terminal.console import run_command
 from compiled_mtp.terminal.flags import Parser, count, counts
 
@@ -391,17 +391,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parser = make_parser()
-    flags = parser.parse_args(argv)
-    if flags.rate == 0:
-        parser.error(f"rate must be a number above 0, got {flags.rate}; give requests per second")
-    if flags.against is not None and flags.exact_match is None:
-        parser.error("against must come with exact_match, got it alone; a load goes to one server")
-    if flags.beside is not None and (flags.lengths is None or not SAVED_FIELDS - {*flags.row} <= OWN_FIELDS):
-        parser.error(
-            f"beside must come with lengths and a row of {sorted(SAVED_FIELDS - OWN_FIELDS)}, got "
-            f"{sorted(flags.row)}; add them"
-        )
+    flags = make_parser().parse_args(argv)
+    check(flags.rate != 0, "rate", "be a number above 0", flags.rate, "give requests per second")
+    is_one = flags.against is None or flags.exact_match is not None
+    check(is_one, "against", "come with exact_match", "it alone", "a load goes to one server")
+    has_row = flags.lengths is not None and SAVED_FIELDS - {*flags.row} <= OWN_FIELDS
+    rule = f"come with lengths and a row of {sorted(SAVED_FIELDS - OWN_FIELDS)}"
+    check(flags.beside is None or has_row, "beside", rule, sorted(flags.row), "add them")
     flags.saved = [] if flags.beside is None else read_rows(flags.beside, SAVED_FIELDS, {})
     found = asyncio.run(run(flags))
     print(json.dumps(found))

@@ -66,10 +66,12 @@ from compiled_mtp.benchmarks.step_loop import (
     start_loop,
 )
 from compiled_mtp.config import EngineConfig
+from compiled_mtp.errors import check
 from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.parallel.leader import LeadRunner
 from compiled_mtp.runner.runner import Runner
 from compiled_mtp.runner.spec import resolve
+from compiled_mtp.terminal.console import run_command
 from compiled_mtp.terminal.flags import Parser, count, counts, names_of
 
 # Two rows that agree in these fields measure the same case.
@@ -259,18 +261,16 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the rows; return 0, 1 if a case failed, 2 for a wrong flag and too few GPUs."""
+    return run_command(lambda interrupts: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
-    arguments = parser.parse_args(words)
-    try:
-        saved = read_rows(arguments.beside, SAVED_FIELDS, {"ranks": 1}) if arguments.beside else []
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    arguments = make_parser().parse_args(words)
+    saved = read_rows(arguments.beside, SAVED_FIELDS, {"ranks": 1}) if arguments.beside else []
     needed, found = arguments.tensor_parallel, torch.cuda.device_count()
-    if found < needed:
-        parser.error(
-            f"tensor_parallel must be at most the {found} CUDA devices that torch finds, got {needed}"
-        )
+    rule, remedy = "have a CUDA device for each rank", "use another machine, or lower tensor_parallel"
+    check(found >= needed, "machine", rule, f"{found} for {needed}", remedy)
     batches = sorted(arguments.batch)
     cases = [(depth, mode) for depth in arguments.mtp_step for mode in arguments.graph_mode]
     if len(cases) == 1:

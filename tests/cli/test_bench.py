@@ -47,7 +47,13 @@ def test_without_httpx_the_extra_is_named(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_a_step_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["bench", "step", "--shape", "4b"])
-    assert exit_.value.code == 2
-    assert "tensor_parallel must be at most the 0 CUDA devices" in capsys.readouterr().err
+    assert main(["bench", "step", "--shape", "4b"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: machine must have a CUDA device for each rank, got 0 for 1; use another")
+
+
+def test_saved_rows_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "--shape", "4b", "--beside", "no-such-file"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: beside must be a file of JSON lines, got no-such-file: ")
+    assert line.endswith("; check the path")
