@@ -88,8 +88,10 @@ def read_stored(root: Path) -> dict[str, StoredWeight]:
 
 
 def _without_axes(header: Header) -> Header:
-    """The factors of blocks as a grid, which modelopt stores as [N / 128, 1, K / 128, 1]; other tensors as
-    they are."""
+    """The factors of blocks as a grid, which modelopt stores as [N / 128, 1, K / 128, 1].
+
+    Other tensors are returned as they are.
+    """
     is_grid = header.name.endswith(".weight_scale") and len(header.shape) == 4
     if is_grid and header.shape[1] == header.shape[3] == 1:
         return replace(header, shape=(header.shape[0], header.shape[2]))
@@ -99,9 +101,9 @@ def _without_axes(header: Header) -> Header:
 def _is_in_blocks(parts: Mapping[str, Header]) -> bool:
     """Whether FP8 values have a factor per block, instead of one per row or one in all."""
     shape, scale = parts["weight"].shape, parts["weight_scale"].shape
+    is_fp8 = parts["weight"].dtype == FP8.header_dtype
     is_grid = len(shape) == 2 and scale == FP8.scale_shape(shape)
-    is_grid = is_grid and parts["weight"].dtype == FP8.header_dtype
-    return is_grid and scale not in ((1, 1), (shape[0], 1))
+    return is_fp8 and is_grid and scale not in ((1, 1), (shape[0], 1))
 
 
 def check_packed(weights: Iterable[StoredWeight]) -> None:

@@ -80,8 +80,7 @@ def plan_host_memory(spec: EngineSpec, memory: MemoryPlan, free_bytes: int) -> M
     )
     prefix_tier_sum = chunks * memory.snapshot_bytes + prefix_host_blocks * memory.block_bytes
     logger.info(
-        "up to %d MiB of the host's memory when they are needed: %d for offloaded requests, %d for the "
-        "prefix cache",
+        "host memory on demand: up to %d MiB, %d for offloaded requests and %d for the prefix cache",
         (host_bytes + prefix_tier_sum) >> 20,
         host_bytes >> 20,
         prefix_tier_sum >> 20,

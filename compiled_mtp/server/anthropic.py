@@ -66,17 +66,13 @@ class AnthropicHandlers:
 
     def _schemas(self, body: CountBody) -> dict[str, Any] | None:
         """Return the schemas of the tools that may be called, by name; None if no tool may be called."""
-        check_limits(
-            self._service.config,
-            (),
-            (),
-            (),
-            tools=[t.model_dump() for t in body.tools] if body.tools else None,
-        )
-        if not body.tools or (body.tool_choice is not None and body.tool_choice.type == "none"):
+        tools = [tool.model_dump() for tool in body.tools] if body.tools else None
+        check_limits(self._service.config, (), (), (), tools=tools)
+        callable_tools = _callable_tools(body)
+        if not callable_tools:
             return None
         self._service.check_call_form()
-        return {tool.name: tool.input_schema for tool in body.tools}
+        return {tool.name: tool.input_schema for tool in callable_tools}
 
     def _params(self, body: MessagesBody) -> SamplingParams:
         stops = body.stop_sequences or []
@@ -114,10 +110,14 @@ class AnthropicHandlers:
         variables: dict[str, Any] = {
             "enable_thinking": body.thinking is not None and body.thinking.type != "disabled"
         }
-        has_tools = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
-        if has_tools:
-            variables["tools"] = [_to_function(tool) for tool in body.tools or ()]
-        return await self._service.render(to_template(body), variables)
+        if tools := _callable_tools(body):
+            variables["tools"] = [_to_function(tool) for tool in tools]
+        return await self._service.render(_to_template(body), variables)
+
+
+def _callable_tools(body: CountBody) -> list[AnthropicTool]:
+    is_none = body.tool_choice is not None and body.tool_choice.type == "none"
+    return [] if is_none else body.tools or []
 
 
 def _response_format(config: OutputConfig | None) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ def _forced_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
     return "required" if choice.type == "any" else {"type": "function", "function": {"name": choice.name}}
 
 
-def to_template(body: CountBody) -> list[dict[str, Any]]:
+def _to_template(body: CountBody) -> list[dict[str, Any]]:
     """Return the turns as chat templates read them: each tool result is its own message of role `tool`."""
     plain: list[dict[str, Any]] = []
     if body.system:
@@ -193,8 +193,11 @@ def _with_block(content: Any, block: TextBlock | ImageBlock) -> Any:
 
 def _content_of(content: str | Sequence[TextBlock | ImageBlock]) -> Any:
     """Return a tool's result: a text, or with images a list of parts."""
-    if isinstance(content, str) or all(isinstance(block, TextBlock) for block in content):
-        return _text_of(content)  # type: ignore[arg-type]
+    if isinstance(content, str):
+        return content
+    texts = [block for block in content if isinstance(block, TextBlock)]
+    if len(texts) == len(content):
+        return _text_of(texts)
     parts: Any = ""
     for block in content:
         parts = _with_block(parts, block)

@@ -144,5 +144,6 @@ def _input_of(text: str) -> dict[str, Any]:
 
 
 def make_event(kind: str, **fields: Any) -> bytes:
+    """Return one event of a stream, as bytes to send."""
     body = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
     return f"event: {kind}\ndata: {body}\n\n".encode()

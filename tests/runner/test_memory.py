@@ -203,7 +203,7 @@ def test_the_tiers_in_host_memory_share_what_is_free(caplog: pytest.LogCaptureFi
     with caplog.at_level("INFO"):
         assert sizes() == [4, 4]
         (message,) = caplog.messages
-        assert message.startswith("up to 8192 MiB of the host's memory")
+        assert message.startswith("host memory on demand: up to 8192 MiB, ")
         # All that is on the device may go there; the rest is the cache's.
         plan = replace(plan, num_blocks=10**4)
         assert sizes(offload_gb=38, prefix_cache_gb=4) == [38, 2]

@@ -41,7 +41,6 @@ _ALGORITHMS = (
     *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4"),
     *("MXFP8", "MIXED_PRECISION"),
 )
-# An AutoRound entry of 16 bits or more is not quantised.
 _BITS = (4, 8)
 
 
