@@ -89,6 +89,24 @@ FP8_FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+_FIXED_FIELDS: dict[str, Any] = {
+    "head_dim": HEAD_DIM,
+    "linear_key_head_dim": LINEAR_HEAD_DIM,
+    "linear_value_head_dim": LINEAR_HEAD_DIM,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 4096,
+}
+_FP8_SECTION: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
+
+
 def write_checkpoint(
     directory: Path,
     family: str = "qwen3_5",
@@ -121,62 +139,42 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint to `directory` and return it.
 
-    Every `interval`-th layer has full attention.
-    `flat` writes a text-only export of a Qwen3.5 model (no nesting, names without `language_model.`). Experts
-    are 'stacked' or 'per_expert'; None is what the release does. `fp32_gates` stores A_log and the gated norm
-    in float32 (None: as released). `fp8_scale` is the dtype of FP8 scales, None for bfloat16 weights.
-    `mtp_file` puts the head in mtp.safetensors, which a sharded checkpoint's index leaves out. `tokenizer`
-    adds a byte-level tokenizer. `rope` is a rope scaling, in the spelling of the family's releases.
-    `norm_topk_prob` is Qwen3-Next's.
+    Every `interval`-th layer has full attention. `flat` writes a text-only export of a Qwen3.5 model (no
+    nesting, names without `language_model.`). Experts are 'stacked' or 'per_expert'; None is what the release
+    does. `fp32_gates` stores A_log and the gated norm in float32 (None: as released). `fp8_scale` is the
+    dtype of FP8 scales, None for bfloat16 weights. `mtp_file` puts the head in mtp.safetensors, which a
+    sharded checkpoint's index leaves out. `tokenizer` adds a byte-level tokenizer. `rope` is a rope scaling,
+    in the spelling of the family's releases. `norm_topk_prob` is Qwen3-Next's.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    is_next, is_moe = family == "qwen3_next", family != "qwen3_5"
+    is_next = family == "qwen3_next"
     text: dict[str, Any] = {
         "num_hidden_layers": num_layers,
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
         "num_attention_heads": num_q_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": HEAD_DIM,
         "linear_num_key_heads": num_key_heads,
         "linear_num_value_heads": num_value_heads,
-        "linear_key_head_dim": LINEAR_HEAD_DIM,
-        "linear_value_head_dim": LINEAR_HEAD_DIM,
-        "linear_conv_kernel_dim": 4,
         "full_attention_interval": interval,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "max_position_embeddings": 4096,
         "eos_token_id": vocab_size - 1,
+        **_FIXED_FIELDS,
     }
-    if is_moe:
-        text |= {
-            "num_experts": num_experts,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": moe_intermediate_size,
-            "shared_expert_intermediate_size": moe_intermediate_size,
-        }
-    if not is_moe or is_next:
+    if family != "qwen3_5":
+        text |= _expert_fields(num_experts, moe_intermediate_size)
+    if family != "qwen3_5_moe":
         text["intermediate_size"] = intermediate_size
     text |= _next_fields(rope, norm_topk_prob) if is_next else _newer_fields(rope, num_layers, interval)
     config = _nest(text, family, tied, flat or is_next)
     if fp8_scale is not None:
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        }
+        config["quantization_config"] = _FP8_SECTION
     generator = torch.Generator().manual_seed(seed)
-    weights = _trunk(text, is_next, tied, generator)
-    if mtp:
-        weights |= _mtp(text, generator)
+    weights = _trunk(text, is_next, tied, generator) | (_mtp(text, generator) if mtp else {})
     released = "per_expert" if is_next or fp8_scale is not None else "stacked"
     for prefix, layout in (("layers.", trunk_experts or released), ("mtp.", mtp_experts or released)):
         if layout == "per_expert":
             weights = unstack(weights, prefix)
-    stored = _round(weights, has_fp32_gates=fp32_gates if fp32_gates is not None else not is_next)
+    stored = _round(weights, has_fp32_gates=not is_next if fp32_gates is None else fp32_gates)
     if fp8_scale is not None:
         stored = _quantize(stored, fp8_scale)
     if vision and not flat and not is_next:
@@ -189,6 +187,11 @@ def write_checkpoint(
         config.get("text_config", config)["eos_token_id"] = eos
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     return directory
+
+
+def _expert_fields(count: int, size: int) -> dict[str, Any]:
+    sizes = {"moe_intermediate_size": size, "shared_expert_intermediate_size": size}
+    return {"num_experts": count, "num_experts_per_tok": 4} | sizes
 
 
 def _next_fields(rope: dict[str, Any] | None, norm_topk_prob: bool) -> dict[str, Any]:
