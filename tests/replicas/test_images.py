@@ -24,7 +24,7 @@ from compiled_mtp.replicas.decoding import decode
 from compiled_mtp.replicas.engine import ReplicatedEngine
 from compiled_mtp.replicas.messages import Call, Message
 from compiled_mtp.replicas.metrics import ReplicaMetrics
-from compiled_mtp.replicas.relay import RelayLimits
+from compiled_mtp.replicas.relay import OpenReplica, RelayLimits
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server.app import create_app
 from compiled_mtp.server.config import ServerConfig
@@ -58,6 +58,29 @@ def content_of(*images: bytes) -> list[dict[str, Any]]:
     ]
 
 
+def service_of(directory: Path, open_replica: OpenReplica) -> Service:
+    """Return a service over replicas, with requests of at most two images."""
+    metrics, config = ReplicaMetrics(), EngineConfig(model=directory, max_images=2, device="cpu")
+    frontend = open_frontend(config)
+    assert frontend.tokenizer is not None
+    vision = frontend.model_config.vision
+    assert vision is not None
+    engine = ReplicatedEngine(
+        open_replica,
+        metrics,
+        RelayLimits(2, 30.0, 30.0),
+        seed=None,
+        chunk=8,
+        num_chunks=1,
+        max_open=8,
+        stream_buffer=64,
+        image_token_id=vision.image_token_id,
+    )
+    server = ServerConfig(prompt_workers=1, served_model_name=("m",))
+    images = (vision, frontend.max_images)
+    return assemble_service(engine, metrics, frontend.tokenizer, directory, 512, server, images)
+
+
 def test_a_client_with_images_does_not_notice(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The replica dies within the answer, and the other encodes the images again, to the same tokens."""
     caplog.set_level(logging.CRITICAL + 1)
@@ -86,25 +109,7 @@ def test_a_client_with_images_does_not_notice(directory: Path, caplog: pytest.Lo
             yield message
 
     async def run() -> None:
-        metrics, config = ReplicaMetrics(), EngineConfig(model=directory, max_images=2, device="cpu")
-        frontend = open_frontend(config)
-        assert frontend.tokenizer is not None
-        vision = frontend.model_config.vision
-        assert vision is not None
-        engine = ReplicatedEngine(
-            open_replica,
-            metrics,
-            RelayLimits(2, 30.0, 30.0),
-            seed=None,
-            chunk=8,
-            num_chunks=1,
-            max_open=8,
-            stream_buffer=64,
-            image_token_id=vision.image_token_id,
-        )
-        server = ServerConfig(prompt_workers=1, served_model_name=("m",))
-        images = (vision, frontend.max_images)
-        service = assemble_service(engine, metrics, frontend.tokenizer, directory, 512, server, images)
+        service = service_of(directory, open_replica)
         # As the app's lifespan does.
         await service.prompts.start()
         try:
