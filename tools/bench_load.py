@@ -8,7 +8,7 @@ cache, reads them with large reads, then starts an engine and generates. Prints 
 format: seconds of reading, of each part of the start and of the whole; the peaks of the host memory that a
 start takes, without mapped files, and of the device memory; slots and tokens of the memory plan. --cold does
 the same from the disk. --gib limits the process to a part of the GPU, and adds what `compiled-mtp inspect`
-foretells for it. --decode adds the speed of so many requests at once, and of one that fills the caches.
+predicts for it. --decode adds the speed of so many requests at once, and of one that fills the caches.
 --profile FOLDER also writes the figures of cProfile there.
 """
 
@@ -132,7 +132,7 @@ class HostPeak:
 
 
 def foretell(config: EngineConfig, gib: float) -> dict[str, int]:
-    """The caches that `compiled-mtp inspect --memory-gib` foretells for a checkpoint on this GPU."""
+    """The caches that `compiled-mtp inspect --memory-gib` predicts for a checkpoint on this GPU."""
     model = read_model_config(config.model, max_pixels=config.vision_pixels)
     with assume(GPU(torch.cuda.get_device_capability(), int(gib * 2**30))):
         spec = resolve(config.settle(model, config.model), model, model.vocab_size)

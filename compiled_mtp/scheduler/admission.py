@@ -68,7 +68,7 @@ class Admission:
                 return
             if is_new and (self._prompts or self._resources.prefix.is_expected(scheduled)):
                 return
-            if not self.has_room(scheduled):
+            if not self._has_room(scheduled):
                 return
             if is_new:
                 self._admit_new(scheduled)
@@ -83,12 +83,26 @@ class Admission:
             return None
         if not self._prompts.may_join(scheduled, num_rows) or self._resources.prefix.is_expected(scheduled):
             return None
-        if not self.has_room(scheduled):
+        if not self._has_room(scheduled):
             return None
         self._admit_new(scheduled)
         return scheduled
 
-    def has_room(self, scheduled: ScheduledRequest) -> bool:
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the phases agree with the waiting queue."""
+        assert all(scheduled.phase is RequestPhase.WAITING for scheduled in self.waiting.values())
+        away = [one for one in self.queue if one.phase is not RequestPhase.WAITING]
+        for one in away:
+            assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
+        assert {id(one) for one in self.queue} == {id(one) for one in (*self.waiting.values(), *away)}
+
+    def _admit_new(self, scheduled: ScheduledRequest) -> None:
+        self.queue.take(scheduled)
+        del self.waiting[scheduled.request.key]
+        self._resources.admit(scheduled)
+        self._prompts.members.append(scheduled)
+
+    def _has_room(self, scheduled: ScheduledRequest) -> bool:
         """Return whether a slot and enough blocks are free for a waiting or offloaded request."""
         resources, limits = self._resources, self._resources.limits
         if not resources.num_free_slots:
@@ -122,20 +136,6 @@ class Admission:
         for other in others:
             needed += max(self._blocks_soon(other, tokens) - len(other.block_ids), 0)
         return needed <= resources.pool.num_free
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the phases agree with the waiting queue."""
-        assert all(scheduled.phase is RequestPhase.WAITING for scheduled in self.waiting.values())
-        away = [one for one in self.queue if one.phase is not RequestPhase.WAITING]
-        for one in away:
-            assert (one.phase is RequestPhase.OFFLOADED) == (one.transfer is None)
-        assert {id(one) for one in self.queue} == {id(one) for one in (*self.waiting.values(), *away)}
-
-    def _admit_new(self, scheduled: ScheduledRequest) -> None:
-        self.queue.take(scheduled)
-        del self.waiting[scheduled.request.key]
-        self._resources.admit(scheduled)
-        self._prompts.members.append(scheduled)
 
     def _blocks_soon(self, scheduled: ScheduledRequest, num_tokens: int) -> int:
         """Return the blocks that a request needs after `num_tokens` more tokens, or at its end if sooner."""

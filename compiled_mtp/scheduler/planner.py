@@ -63,7 +63,6 @@ class Planner:
     def __init__(self, resources: Resources, depth: Depth | None, widen: Widen | None = None) -> None:
         self.limits = resources.limits
         self.resources = resources
-        self.max_prompt_chunks = self.limits.max_prompt_chunks
         self._shapes = RoundShapes(self.limits, depth, widen)
         self.admission = Admission(resources)
         self._preemption = Preemption(resources)
@@ -263,7 +262,7 @@ class Planner:
         first = self.prompts.members[0]
         if (encoded := self.prompts.next_slice(most)) is not None:
             return self._make_plan("encode", (first.slot,), (first.generation,), encoded=encoded)
-        launch = self.prompts.plan(most, self.max_prompt_chunks, self.admission.admit_beside)
+        launch = self.prompts.plan(most, self.limits.max_prompt_chunks, self.admission.admit_beside)
         self._block_updates += launch.block_updates
         for scheduled in launch.ended:
             self._end_prefill(scheduled)

@@ -96,16 +96,10 @@ def test_a_prompt_with_log_probabilities_gives_no_part() -> None:
 
 
 def test_a_launch_has_at_most_max_prompt_chunks() -> None:
-    scheduler, runner = make()
-    scheduler._planner.max_prompt_chunks = 1
-    assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests_of(a=3, b=3, c=3))] == [
-        1,
-        1,
-        1,
-    ]
-    scheduler._planner.max_prompt_chunks = scheduler.limits.max_prompt_chunks
-    requests = requests_of(d=3, e=3, f=3, g=3, h=3)
-    assert [len(prompt_chunks) for prompt_chunks in run(scheduler, runner, *requests)] == [4, 1]
+    short = dict.fromkeys("abcde", 3)
+    one, four = (run(*make(max_prompt_chunks=most), *requests_of(**short)) for most in (1, 4))
+    assert [len(prompt_chunks) for prompt_chunks in one] == [1, 1, 1, 1, 1]
+    assert [len(prompt_chunks) for prompt_chunks in four] == [4, 1]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
