@@ -342,7 +342,7 @@ class Runner:
                 buffer.ready.synchronize()
                 self.waited_s += time.perf_counter() - begin
                 if begun is not None:
-                    # The host saw the end of any other launch itself.
+                    # The host itself sees the end of a launch that is not late.
                     device_s = begun.elapsed_time(buffer.ready) / 1e3 if is_late else None
                     self._free_events.append(begun)
             except Exception as error:
