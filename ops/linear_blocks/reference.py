@@ -25,7 +25,7 @@ Scales = Annotated[Tensor, "U N S", I16, CONTIGUOUS, Remedy(PACK_SCALES)]
 # The weight is written by no kernel. A fence for the reason that `linear`'s kernels are.
 LAUNCHES = (
     Launch("left_kernel", reads_early=("weight", "weight_scale"), is_fence=True),
-    Launch("left_large_m_kernel", reads_early=("weight",), is_fence=True),
+    Launch("left_large_m_kernel", reads_early=("weight", "weight_scale"), is_fence=True),
 )
 
 

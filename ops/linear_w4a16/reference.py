@@ -25,7 +25,7 @@ Groups = Annotated[Tensor, "G N 2", (torch.float16, BF16), CONTIGUOUS, Remedy(PA
 # No kernel writes the weight or its groups. Fences for the reason that `linear`'s kernels are.
 LAUNCHES = (
     Launch("left_kernel", reads_early=("weight", "weight_scale"), is_fence=True),
-    Launch("left_large_m_kernel", reads_early=("weight",), is_fence=True),
+    Launch("left_large_m_kernel", reads_early=("weight", "weight_scale"), is_fence=True),
 )
 
 
