@@ -166,16 +166,19 @@ def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> Lef
 
 # Tiles of at most 8 and 16 rows on Hopper.
 FEW_ROWS_TILES = (LargeMTile(8, 2, 232, 4, 4, 0, cycles=460), LargeMTile(16, 2, 232, 3, 4, 0, cycles=530))
-# Of fewer tasks they leave too many processors idle.
+# With fewer tasks too many processors would be idle.
 FEW_ROWS_TASKS = 80
 
 
 def few_rows_tile(
     rows: int, n: int, split: int, form: LeftForm, processors: int = PROCESSORS
 ) -> LargeMTile | None:
-    """The tile on Hopper for at most 16 rows of a weight of `n` rows whose K has `split` splits; None where
-    `left_kernel` is faster in a step: for K splits, whose tasks are short, for weights of few rows, and for
-    kinds whose codes take many instructions."""
+    """The tile on Hopper for at most 16 rows of x and a weight of `n` rows, its K in `split` K splits; None
+    where `left_kernel` is faster in a step.
+
+    That is so for K splits, whose tasks are short, for weights of few rows, and for kinds whose codes take
+    many instructions.
+    """
     few, more = FEW_ROWS_TILES
     tasks = -(-n // (few.groups * GROUP_ROWS))
     if split > 1 or not (is_int4(form) or form.kind == "NVFP4"):

@@ -19,6 +19,7 @@ from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rotary import rotary_table
 from compiled_mtp.models.rows import PrefillRows, place_prompt_chunks
+from compiled_mtp.models.weight_format import NO_FORMATS, Formats
 from compiled_mtp.plan import Admit, BlockUpdate, Release, SlotSampling, StepPlan
 from compiled_mtp.rounds.catch_up import catch_up as catch_up_step
 from compiled_mtp.rounds.drafters import choose_drafters
@@ -111,14 +112,15 @@ def build_step(
     synthetic_acceptance: float | None = None,
     has_forced_ids: bool = False,
     has_text: bool = False,
+    formats: Formats = NO_FORMATS,
 ) -> Step:
     """Return a step over random weights, the same for the same config; its caches hold NaN by default."""
     place = torch.device(device)
-    target = TargetModel(config, dtype, place)
+    target = TargetModel(config, dtype, place, formats)
     randomize(target, 1)
     draft = None
     if mtp_step:
-        draft = DraftModel(config, dtype, place)
+        draft = DraftModel(config, dtype, place, formats)
         randomize(draft, 2)
     blocks_each = -(-max_model_len // BLOCK_SIZE)
     drafters = choose_drafters(mtp_step, "auto" if has_text else "off")

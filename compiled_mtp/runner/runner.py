@@ -67,11 +67,10 @@ class Runner:
         self.num_encoded = 0
         self._is_wait_due = False
         # Launches whose results are unread, with the ids of their failed copies.
-        self._launches: deque[tuple[StepPlan, _HostBuffer, tuple[int, ...]]] = deque()
+        self._launches: deque[tuple[StepPlan, torch.Event | None, _HostBuffer, tuple[int, ...]]] = deque()
         # By step_id of plans that are not launched yet; on the host.
         self._masks: dict[int, torch.Tensor] = {}
-        # By step_id of launches whose results are unread, the events before their programs; and free events.
-        self._begun: dict[int, torch.Event] = {}
+        # Events of `_mark_begin` that no unread launch uses.
         self._free_events: list[torch.Event] = []
         # By shape of the output, the buffers that no unread launch uses.
         self._free_buffers: dict[torch.Size | None, list[_HostBuffer]] = {}
@@ -137,7 +136,6 @@ class Runner:
         """Forget every launch and all that an interrupted launch may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
-        self._begun.clear()
         if self.encoder is not None:
             self.encoder.clear()
         self.programs.forget_batches()
@@ -244,17 +242,22 @@ class Runner:
         if device.type == "cuda" and torch.cuda.current_device() != device.index:
             torch.cuda.set_device(device)
 
-    def _launch(self, plan: StepPlan) -> tuple[_HostBuffer, tuple[int, ...]]:
+    def _launch(self, plan: StepPlan) -> tuple[torch.Event | None, _HostBuffer, tuple[int, ...]]:
         failed = self.moves.carry_out(plan)
         if self.encoder is not None:
             self.encoder.release({move.slot for move in plan.moves if isinstance(move, Release)})
-        if self.spec.device.type == "cuda":
-            begun = self._free_events.pop() if self._free_events else self._make_event()
-            begun.record()
-            self._begun[plan.step_id] = begun
+        begun = self._mark_begin()
         output = self._start(plan)
         self.moves.save(plan)
-        return self._fetch(output), failed
+        return begun, self._fetch(output), failed
+
+    def _mark_begin(self) -> torch.Event | None:
+        """The event before the programs that are queued next; None on a CPU."""
+        if self.spec.device.type != "cuda":
+            return None
+        begun = self._free_events.pop() if self._free_events else self._make_event()
+        begun.record()
+        return begun
 
     def _start(self, plan: StepPlan) -> torch.Tensor | None:
         """Queue the plan's programs; return their packed StepOutput, None for programs without one."""
@@ -327,7 +330,9 @@ class Runner:
         # torch.cuda.Event would look up the current stream in Python at every step.
         return torch.Event(self.spec.device, enable_timing=True)
 
-    def _finish(self, plan: StepPlan, buffer: _HostBuffer, failed: tuple[int, ...]) -> StepResult:
+    def _finish(
+        self, plan: StepPlan, begun: torch.Event | None, buffer: _HostBuffer, failed: tuple[int, ...]
+    ) -> StepResult:
         # A CPU computes while it launches.
         is_late, device_s = True, None
         if buffer.ready is not None:
@@ -335,13 +340,13 @@ class Runner:
             try:
                 is_late = buffer.ready.query()
                 buffer.ready.synchronize()
+                self.waited_s += time.perf_counter() - begin
+                if begun is not None:
+                    # The host itself sees the end of a launch that is not late.
+                    device_s = begun.elapsed_time(buffer.ready) / 1e3 if is_late else None
+                    self._free_events.append(begun)
             except Exception as error:
                 return self.fail(plan, error)
-            self.waited_s += time.perf_counter() - begin
-            if (begun := self._begun.pop(plan.step_id, None)) is not None:
-                # The host saw the end of any other launch itself.
-                device_s = begun.elapsed_time(buffer.ready) / 1e3 if is_late else None
-                self._free_events.append(begun)
         result = self._read(plan, buffer.packed, failed, is_late, device_s)
         self._free_buffers[None if buffer.packed is None else buffer.packed.shape].append(buffer)
         return result
@@ -350,7 +355,6 @@ class Runner:
         """The result of a failed launch, after a wait for its copies."""
         logger.error("a %s step failed", plan.kind, exc_info=error)
         self._masks.pop(plan.step_id, None)
-        self._begun.pop(plan.step_id, None)
         self.moves.wait(plan)
         return StepResult(plan, error=f"{type(error).__name__}: {error}")
 

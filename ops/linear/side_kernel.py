@@ -14,8 +14,8 @@ OPTIONS = {"enable_fp_fusion": True}
 # product that fills them, and so may take little shared memory; but loads take twice as long during that
 # product, and need enough columns per step: with half as many, b|a of 27B ends 4 us after in_proj.
 BLOCK_ROWS, BLOCK_WEIGHT_ROWS, BLOCK_K, NUM_STAGES = 16, 16, 256, 4
-# The product beside more rows leaves no room, but a few processors free. Programs that fit on them several at
-# a time would all wait there: these have a processor each, most of them after the product.
+# With more rows that product leaves only a few processors free, where small programs would all crowd. With
+# this many stages each needs a processor of its own, and most get one when the product ends.
 FEW_ROWS, MANY_STAGES = 32, 10
 # Chains of K, one per warp: in a single chain every product waits for the previous one. 128 rows and 96
 # weight rows of 5,120 columns take 24 us after in_proj with one chain, 13 us with four (16 us with tiles of

@@ -100,9 +100,9 @@ def linear_w8a8_partials(
     """A product before a norm: `linear_w8a8` in P = count parts, which the norm adds up.
 
     Arguments as those of `linear_w8a8`; whole_k: K of the weight of which `weight` holds neighbouring K
-    splits, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the
-    sum, in bfloat16 unless `out_float32`; `stacked` as `linear_partials` has it. The K splits are added as a
-    tree (ops.k_splits): every P gives the same bits.
+    splits, 0 if it is whole. Returns [P, M, N] float32; with P = 1 and a whole weight the sum, in bfloat16
+    unless `out_float32`. stacked: as `linear_partials` has it. The K splits are added as a tree
+    (ops.k_splits): every P gives the same bits.
     """
     length = (whole_k or x.shape[1]) // count_k_splits(whole_k or x.shape[1])
     k_splits = []

@@ -179,8 +179,8 @@ def verify_configuration(
         return Configuration(16, 16, 4, 1, 4)
     tail_stages = 1 if has_scale else 2
     if hd == 256:
-        # A program takes two thirds of the time with a tile of 16 rows, so twice as many programs are faster
-        # where all of them run at once. They would widen FP8 keys twice.
+        # A tile of 16 rows takes two thirds of the time of one of 32, so two of them are faster where all
+        # programs run at once. With an FP8 cache both would widen the same keys.
         tiles = triton.cdiv(group_rows, 16) * pairs
         is_narrow = pairs >= PREFIXED_ITEMS and processors < tiles <= 2 * processors and not has_scale
         # A tile of 64 rows would leave no room for a copy that is on its way while another is computed.

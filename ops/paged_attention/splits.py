@@ -7,7 +7,7 @@
 SPLIT_SIZES = ((1024, 64), (4096, 128), (32768, 256), (1 << 31, 512))
 # From this number of (request, kv head) pairs on, an item is a prefix of a request's splits, often all.
 PREFIXED_ITEMS = 64
-# The most programs that share such items: twice the processors of any GPU.
+# The most programs that share such items: at least two for each processor of an H200 and of a B200.
 PREFIX_PROGRAMS = 320
 
 
@@ -27,9 +27,10 @@ def count_partials(num_requests: int, num_keys: int, kv_heads: int) -> int:
     splits = count_splits(num_keys)
     if num_requests * kv_heads < PREFIXED_ITEMS:
         return num_requests * splits
-    # A prefix has a share of all keys if there is a program for each, else half of one. So m requests of n
-    # keys have at most m * (S(n) - S(m * n * kv_heads / shares)) splits after it, S being `count_splits`. S
-    # is concave: that is at most m * (1 - m * kv_heads / shares) * S(n). A prefix ends with a whole split.
+    # A prefix has at least a program's share of all keys if there is a program for each, else half of one
+    # (`find_prefix`). So m requests of n keys have at most m * (S(n) - S(m * n * kv_heads / shares)) splits
+    # after it, S being `count_splits`. S is concave: that is at most m * (1 - m * kv_heads / shares) * S(n).
+    # A prefix ends with a whole split, so it may lack one.
     shares = PREFIX_PROGRAMS if 2 * num_requests * kv_heads <= PREFIX_PROGRAMS else 2 * PREFIX_PROGRAMS
     most = min(num_requests, -(-shares // (2 * kv_heads)))
     after = most * splits * (shares - most * kv_heads) // shares

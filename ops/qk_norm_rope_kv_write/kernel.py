@@ -133,7 +133,7 @@ def qk_norm_rope_kv_write_kernel(
 
 
 def heads_of_program(rows: int, num_q_heads: int, num_kv_heads: int) -> int:
-    """Return how many heads a program takes; no bit depends on it, and none has both queries and keys."""
+    """Return how many heads a program takes, all of queries or none; no bit depends on it."""
     heads = 1 if rows < LEAST_ROWS_OF_TWO else 2 if rows < LEAST_ROWS_OF_FOUR else 4
     while num_q_heads % heads or 2 * num_kv_heads % heads:
         heads //= 2

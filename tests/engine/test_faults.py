@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,48 @@ def test_a_failed_launch_ends_only_its_own_requests(
     assert {output.error for output in failed} == {"RuntimeError: out of memory"}
     assert f"a {where} step failed" in caplog.text
     assert "length" in check_end(engine, streams, outputs).values()
+
+
+class DoneEvent:
+    """An event of a GPU that has already ended the launch when the host asks."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: DoneEvent) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("name", ["query", "synchronize", "elapsed_time"])
+def test_a_device_that_fails_while_its_result_is_read_fails_the_launch(
+    engine: Engine, streams: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A kernel's error may come out of any later call."""
+    runner, outputs = engine.runner, []
+    make = runner._make_buffer
+    monkeypatch.setattr(runner, "_free_buffers", {})
+    monkeypatch.setattr(runner, "_make_buffer", lambda shape: replace(make(shape), ready=DoneEvent()))
+    monkeypatch.setattr(runner, "_mark_begin", DoneEvent)
+    monkeypatch.setattr(runner, "_free_events", [])
+    method, calls = getattr(DoneEvent, name), []
+
+    def failing(event: DoneEvent, *others: DoneEvent) -> Any:
+        calls.append(name)
+        if len(calls) == 4:
+            raise RuntimeError("an illegal memory access")
+        return method(event, *others)
+
+    monkeypatch.setattr(DoneEvent, name, failing)
+    add_all(engine)
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    errors = {output.error for output in outputs if output.finish_reason == "error"}
+    assert errors == {"RuntimeError: an illegal memory access"}
+    check_end(engine, streams, outputs)
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])

@@ -127,8 +127,8 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(shape, dtype):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_prefixes_have_the_bits_of_splits(monkeypatch, fp8):
-    """Of requests of one length and of many: 33 in tiles of 16 rows, 48 in tiles of 32, and of 256 a program
-    that combines takes many rows."""
+    """For requests of one length and of many lengths: 33 have tiles of 16 rows, 48 tiles of 32; with 256 each
+    program that combines takes many rows."""
     rng = random.Random(0)
     for requests in (33, 48, 256):
         for lengths in ([600] * requests, [rng.randint(4, 400_000 // requests) for _ in range(requests)]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_mtp.graphs.buckets import Bucket, RoundShape
 from compiled_mtp.graphs.compile import compile_program, compiler_settings, mark_sizes, without_collector
 from compiled_mtp.models.linear import Linear
+from compiled_mtp.models.weight_format import FP8, PLAIN, W8A8, WeightFormat, four_bits
 from compiled_mtp.ops.registry import NAMESPACE
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.step import Step
@@ -215,16 +217,40 @@ def one_four_or_two(weight: torch.Tensor, rows: int, whole_n: int = 0, whole_k: 
     return 1 if rows <= 16 else 4 if rows <= 128 else 2
 
 
+# Sizes of which every product has whole groups of 128 columns.
+WHOLE_GROUPS = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "linear_num_value_heads": 4,
+    "num_layers": 2,
+    "is_full_attention": (False, True),
+}
+# Of a mixture and its shared expert, whose stacks are one.
+WHOLE_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+
+
+@pytest.mark.parametrize("is_mixture", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "form", [PLAIN, FP8, W8A8, four_bits(128, torch.float16)], ids=lambda form: form.name
+)
 def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, form: WeightFormat, is_mixture: bool
 ) -> None:
-    """As on a GPU: one split-K partial up to 16 rows, four up to 128, two above."""
+    """As on a GPU, in every format: one split-K partial up to 16 rows, four up to 128, two above."""
     monkeypatch.setattr("compiled_mtp.models.linear.count_partials", one_four_or_two)
-    step = tiny.build_step(tiny.tiny_config(), 3, max_batch=40, dtype=torch.bfloat16)
+    monkeypatch.setattr("compiled_mtp.models.linear.count_w8a8_partials", one_four_or_two)
+    config = tiny.tiny_config(**WHOLE_GROUPS)
+    if is_mixture:
+        config = dataclasses.replace(config, **tiny.MOE | WHOLE_EXPERTS)
+    plain = tiny.build_step(config, 3, max_batch=40, dtype=torch.bfloat16)
+    names = [name for name, _ in plain.target.named_parameters()]
+    names += [f"mtp.{name}" for name, _ in plain.draft.named_parameters()]
+    formats = {name: form for name in names if form is not PLAIN and form.parameters.search(name)}
+    step = tiny.build_step(config, 3, max_batch=40, dtype=torch.bfloat16, formats=formats)
     shapes: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        products = [node for node in graph.graph.nodes if "linear_partials" in str(node.target)]
+        products = [node for node in graph.graph.nodes if "_partials" in str(node.target)]
         shapes.extend(node.meta["example_value"].shape for node in products)
 
         def run(*args: Any) -> Any:
@@ -239,8 +265,11 @@ def test_a_round_asks_for_no_batch_size_if_partials_follow_rows(
     for size in reversed(sizes):
         with torch.no_grad(), pytest.raises(Traced):
             program(size, RoundShape(3, 3))
-    assert len(shapes) == 2 * (4 + 3)
-    assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
+    # A layer has one product before each norm, but a mixture's sum is none.
+    assert len(shapes) == (1 if is_mixture else 2) * (2 + 3)
+    # Codes have one number of partials for all rows.
+    if not form.group:
+        assert all(not isinstance(shape[0], int) and len(shape) == 2 for shape in shapes)
 
 
 def test_each_number_of_rows_has_its_number_of_partials(monkeypatch: pytest.MonkeyPatch) -> None:

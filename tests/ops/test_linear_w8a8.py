@@ -77,11 +77,12 @@ def test_quantize_rows_in_interpreter(interpreter: None, columns: int) -> None:
 
 
 def nearest_quotients() -> list[tuple[int, int]]:
-    """Return every V and S of 24 bits whose quotient is within 2**-45 of one that rounds in the middle of two
-    float32 numbers, one of which lies in the middle of two e4m3 numbers.
+    """Return every V and S of 24 bits whose quotient is within 2**-45 of a number halfway between two float32
+    numbers, one of which is halfway between two e4m3 numbers.
 
-    Such a middle is an odd number M / 2: V * 2**j - M * S is small for no others. The kernel's quotient is
-    within 2**-46 before its last rounding, so every other quotient gives the e4m3 number of a division.
+    Such a number is odd / 2**j, so that V * 2**j - odd * S is at most 16: each difference has one S. Before
+    its last rounding the kernel's quotient is within 2**-46 of the true one, so every other quotient gives
+    the e4m3 number of a division.
     """
     pairs = []
     for middle in range(16, 32):

@@ -325,13 +325,13 @@ def test_the_buffer_holds_the_partials_of_any_lengths(kv_heads, most_keys):
         lengths = [rng.randint(1, rng.choice((most_keys, max(1, most_keys // 99)))) for _ in range(requests)]
         if trial % 2:
             lengths = [most_keys if i < trial % 97 else 1 for i in range(requests)]
-        programs = rng.choice((40, 216, 264, splits.PREFIX_PROGRAMS))
+        programs = rng.choice((6, 40, 216, 264, splits.PREFIX_PROGRAMS))
         most = splits.count_partials(requests, most_keys, kv_heads)
         assert most <= requests * splits.count_splits(most_keys)
         if requests * kv_heads < splits.PREFIXED_ITEMS:
             assert most == requests * splits.count_splits(most_keys)
             continue
-        prefix = prefix_end(lengths, kv_heads * rng.choice((1, 2)), programs)
+        prefix = prefix_end(lengths, kv_heads * rng.choice((1, 2, 8)), programs)
         used = requests + sum(max(0, splits.count_splits(length) - prefix) for length in lengths)
         assert used <= most, (trial, lengths[:9])
     assert splits.count_partials(256, 262144, 4) == 2 * 256 + 40 * 600
