@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         install = "pip install 'compiled-mtp[bench]'" if error.name == "httpx" else f"install {error.name}"
         say(f"error: bench {flags.benchmark} needs the package {error.name}, got none; {install}")
         return EXIT_USAGE
-    code: int = benchmark.main(flags.flags)
-    return code
+    return benchmark.main(flags.flags)
 
 
 def make_parser() -> Parser:

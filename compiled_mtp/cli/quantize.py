@@ -231,7 +231,13 @@ def _quantize(flags: argparse.Namespace) -> int:
     source = find_checkpoint(config.model, is_offline=config.offline)
     counts = quantize_checkpoint(source, flags.output, getattr(torch, flags.scale_dtype), config.lora)
     relative = (counts.error / counts.size) ** 0.5 if counts.size else 0.0
-    told = {"output": str(flags.output), "converted": counts.converted, "kept": len(counts.kept)}
-    told |= {"bytes_before": counts.bytes_before, "bytes_after": counts.bytes_after, "error": relative}
+    told = {
+        "output": str(flags.output),
+        "converted": counts.converted,
+        "kept": len(counts.kept),
+        "bytes_before": counts.bytes_before,
+        "bytes_after": counts.bytes_after,
+        "error": relative,
+    }
     write_text(stdout, json.dumps(told) + "\n")
     return EXIT_OK

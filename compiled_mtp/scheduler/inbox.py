@@ -61,7 +61,7 @@ class Inbox:
             # A pending abort may belong to an earlier request of this id, which has finished by itself.
             is_stale = request_id in self._aborts
             if not request_id:
-                request_id = self._new_id()
+                request_id = self.new_id()
             elif self._has_id(request_id):
                 raise id_in_use(request_id)
             seed, number = first.history.seed, next(self._numbers)
@@ -81,7 +81,8 @@ class Inbox:
     def new_id(self) -> str:
         """Return an unused id; never the same one twice."""
         with self._lock:
-            return self._new_id()
+            names = (f"request-{number}" for number in self._names)
+            return next(name for name in names if not self._has_id(name))
 
     def abort(self, request_id: str) -> None:
         """Record an abort. Raises ValueError for an id without a live request, or with an abort pending."""
@@ -134,8 +135,3 @@ class Inbox:
         # would take the outputs of another request with its id, and its end would end that request.
         in_inbox = request_id in self._requests or request_id in self.streams
         return in_inbox or self._scheduler.has_id(request_id)
-
-    def _new_id(self) -> str:
-        while True:
-            if not self._has_id(request_id := f"request-{next(self._names)}"):
-                return request_id
