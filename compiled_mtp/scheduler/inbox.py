@@ -38,7 +38,7 @@ class Inbox:
         self._requests: dict[str, Sequence[Request]] = {}
         self._aborts: set[str] = set()
         self.streams: dict[str, StreamRef] = {}
-        self._names = itertools.count(1)
+        self._names = map("request-{}".format, itertools.count(1))
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -81,8 +81,7 @@ class Inbox:
     def new_id(self) -> str:
         """Return an unused id; never the same one twice."""
         with self._lock:
-            names = (f"request-{number}" for number in self._names)
-            return next(name for name in names if not self._has_id(name))
+            return next(name for name in self._names if not self._has_id(name))
 
     def abort(self, request_id: str) -> None:
         """Record an abort. Raises ValueError for an id without a live request, or with an abort pending."""
