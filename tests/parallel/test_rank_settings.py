@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.config import EngineConfig
 from compiled_mtp.engine import Engine
 from compiled_mtp.parallel import leader, ranks
 from compiled_mtp.parallel.ranks import RankError
@@ -17,6 +16,7 @@ from compiled_mtp.request import SamplingParams
 from compiled_mtp.runner.numeric_settings import NumericSettings
 from tests.checkpoints import write_checkpoint
 from tests.engines import prompt_of
+from tests.parallel.rank_engines import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -33,17 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(directory: Path, world: int, **options: Any) -> Engine:
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "block_size": 16,
-        "prefill_chunk": 64,
-        "max_model_len": 128,
-        "num_blocks": 20,
-        "max_batch": 2,
-        "num_threads": 1,
-        "offload_gb": 0.0,
-    }
-    return Engine(EngineConfig(model=directory, tensor_parallel=world, **(defaults | options)))
+    return Engine(config_of(directory, world, **options))
 
 
 def decode(engine: Engine) -> list[tuple[list[int], Any]]:
