@@ -136,6 +136,8 @@ class Runner:
         """Forget every launch and all that an interrupted launch may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
+        if self.is_asleep:
+            return
         if self.encoder is not None:
             self.encoder.clear()
         self.programs.forget_batches()

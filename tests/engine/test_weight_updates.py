@@ -273,6 +273,25 @@ def test_sleep_gives_the_memory_back(paths: list[Path], expected: list[list[int]
     engine.close()
 
 
+def test_an_interrupted_step_of_an_engine_that_sleeps(
+    paths: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(paths[0])
+    engine.sleep()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.step() == []
+    engine.wake_up()
+    assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[0]
+    engine.close()
+
+
 def test_an_engine_wakes_with_its_last_weights(paths: list[Path], expected: list[list[int]]) -> None:
     engine = make_engine(paths[0], scoring=True)
 
