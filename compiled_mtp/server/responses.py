@@ -19,7 +19,7 @@ from compiled_mtp.server.generation import (
     parse,
 )
 from compiled_mtp.server.openai import arguments_of
-from compiled_mtp.server.openai_models import ContentPart
+from compiled_mtp.server.openai_models import COMMON_NAMES, ContentPart
 from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.response_events import ResponseBuilder
 from compiled_mtp.server.response_store import ResponseStore, StoredResponse
@@ -44,18 +44,6 @@ _SENT = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "cache_salt",
-    "parallel_tool_calls",
-)
 
 
 class ResponsesHandlers:
@@ -168,8 +156,9 @@ class ResponsesHandlers:
         # A forced call leaves no text that could have a format.
         form = None if choice is not None else _response_format(body)
         check_limits(self._service.config, stops, (), (), tools=tools, text=form)
-        fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
+        fields: dict[str, Any] = {name: getattr(body, name) for name in COMMON_NAMES}
         fields |= {
+            "parallel_tool_calls": body.parallel_tool_calls,
             "max_tokens": body.max_output_tokens,
             "stop": tuple(stops) or None,
             "response_format": form,

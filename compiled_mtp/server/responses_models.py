@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Refused, Unread
-from compiled_mtp.server.openai_models import CacheSalt, ContentPart, Priority
+from compiled_mtp.server.openai_models import CommonBody, ContentPart
 
 _TOOLS = ("function", "namespace", "web_search", "web_search_preview")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -219,10 +219,9 @@ def _check_include(names: list[str]) -> list[str]:
     return names
 
 
-class ResponsesBody(Body):
+class ResponsesBody(CommonBody):
     """POST /v1/responses; null means not set."""
 
-    model: str = Field(description="one of the names that GET /v1/models lists")
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = Field(default=None, description="a system message before all others")
     previous_response_id: str | None = Field(
@@ -231,7 +230,6 @@ class ResponsesBody(Body):
     store: bool | None = Field(
         default=None, description="false: the answer cannot be continued or read again"
     )
-    stream: bool | None = None
     tools: list[AnyTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
@@ -240,19 +238,7 @@ class ResponsesBody(Body):
     # Other names ask for parts of items that this service never makes.
     include: Annotated[list[str], AfterValidator(_check_include)] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     metadata: dict[str, str] | None = None
-    # The engine's own.
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    cache_salt: CacheSalt = None
-    priority: Priority = None
     chat_template_kwargs: dict[str, Any] | None = None
     background: Annotated[Any, Unread((False,))] = None
     truncation: Annotated[Any, Unread(("disabled",))] = None
@@ -260,10 +246,6 @@ class ResponsesBody(Body):
     context_management: Annotated[Any, Unread(([],))] = None
     conversation: Annotated[Any, Refused("continue an answer with previous_response_id")] = None
     prompt: Annotated[Any, Refused("send the prompt's text as input")] = None
-    user: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     stream_options: Ignored = None
