@@ -21,15 +21,14 @@ class RefusalPart(Body):
     refusal: str
 
 
-def _part_kind(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "[refusal]" if kind == "refusal" else "[text]"
+def _kind_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 # Tags in brackets do not count as names of fields in the paths of errors.
 _Part = Annotated[
     Annotated[ContentPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")],
-    Discriminator(_part_kind),
+    Discriminator(lambda part: "[refusal]" if _kind_of(part) == "refusal" else "[text]"),
 ]
 
 
@@ -88,19 +87,11 @@ class ReasoningItem(Body):
     encrypted_content: Ignored = None
 
 
-def _item_kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"[{kind or 'message'}]"
-
-
-def _check_item(item: Any) -> Any:
-    if isinstance(item, dict) and item.get("type") not in (*_KINDS, None):
-        context = {
-            "rule": f"be an item of type {', '.join(_KINDS)}",
-            "remedy": "send items themselves, not references; the service runs no tools of its own",
-        }
-        raise PydanticCustomError(UNREAD_FIELD, "must be a known item", context)
-    return item
+def _check_kind(value: Any, kinds: tuple[str | None, ...], rule: str, remedy: str) -> Any:
+    """Return `value`. Raises PydanticCustomError for an object of a type that is not in `kinds`."""
+    if isinstance(value, dict) and value.get("type") not in kinds:
+        raise PydanticCustomError(UNREAD_FIELD, "must be known", {"rule": rule, "remedy": remedy})
+    return value
 
 
 Item = Annotated[
@@ -108,14 +99,16 @@ Item = Annotated[
     | Annotated[CallItem, Tag("[function_call]")]
     | Annotated[CallOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")],
-    Discriminator(_item_kind),
-    BeforeValidator(_check_item),
+    Discriminator(lambda item: f"[{_kind_of(item) or 'message'}]"),
+    BeforeValidator(
+        lambda item: _check_kind(
+            item,
+            (*_KINDS, None),
+            f"be an item of type {', '.join(_KINDS)}",
+            "send items themselves, not references; the service runs no tools of its own",
+        )
+    ),
 ]
-
-
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "[web_search]" if kind == "web_search_preview" else f"[{kind}]"
 
 
 class FunctionTool(Body):
@@ -157,20 +150,19 @@ class SearchTool(Body):
     user_location: Ignored = None
 
 
-def _check_tool(tool: Any) -> Any:
-    if isinstance(tool, dict) and tool.get("type") not in _TOOLS:
-        rule = f"be a tool of type {', '.join(_TOOLS)}"
-        context = {"rule": rule, "remedy": "leave it out; the service runs no tools of its own"}
-        raise PydanticCustomError(UNREAD_FIELD, "must be a known tool", context)
-    return tool
-
-
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("[function]")]
     | Annotated[NamespaceTool, Tag("[namespace]")]
     | Annotated[SearchTool, Tag("[web_search]")],
-    Discriminator(_tool_kind),
-    BeforeValidator(_check_tool),
+    Discriminator(lambda tool: f"[{str(_kind_of(tool)).removesuffix('_preview')}]"),
+    BeforeValidator(
+        lambda tool: _check_kind(
+            tool,
+            _TOOLS,
+            f"be a tool of type {', '.join(_TOOLS)}",
+            "leave it out; the service runs no tools of its own",
+        )
+    ),
 ]
 
 
