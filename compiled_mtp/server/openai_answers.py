@@ -15,7 +15,7 @@ from compiled_mtp.request import RequestOutput, RoundDrafts, RoutedExperts
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.server import logprob_fields
 from compiled_mtp.server.errors import ApiError
-from compiled_mtp.server.generation import RoundCounter, Service, Usage
+from compiled_mtp.server.generation import Outputs, RoundCounter, Service, Usage
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody
 from compiled_mtp.server.rounds import round_fields
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
@@ -71,9 +71,16 @@ class Answer:
     """Builds the JSON of one answer: a whole object, or the chunks of a stream."""
 
     def __init__(
-        self, body: CompletionBody | ChatBody, prefix: str, kind: str, usage: Usage, service: Service
+        self,
+        body: CompletionBody | ChatBody,
+        prefix: str,
+        kind: str,
+        usage: Usage,
+        choices: list[Choice],
+        service: Service,
     ) -> None:
         self.body = body
+        self._choices = choices
         self._is_chat = isinstance(body, ChatBody)
         self._usage = usage
         self._tokenizer = service.tokenizer
@@ -84,10 +91,9 @@ class Answer:
             "model": body.model,
         }
 
-    async def whole(
-        self, choices: list[Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> dict[str, Any]:
+    async def whole(self, outputs: Outputs) -> dict[str, Any]:
         """Read all outputs; return the answer's object."""
+        choices = self._choices
         async for index, output in outputs:
             choices[index].take(output)
             if output.finish_reason is not None:
@@ -121,11 +127,9 @@ class Answer:
             fields["prompt_token_ids"] = list(choice.prompt_ids)
         return fields
 
-    async def events(
-        self, choices: list[Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncIterator[bytes]:
+    async def events(self, outputs: Outputs) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is its last event."""
-        head = dict(self._head)
+        head, choices = dict(self._head), self._choices
         has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
         # Every chunk but the last says so then.
         no_usage = {"usage": None} if has_usage else {}
