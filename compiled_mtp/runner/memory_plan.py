@@ -87,8 +87,8 @@ def plan_memory(
     all_bytes = free_bytes
     free_bytes -= other_bytes + host_bytes
     rows = max_batch + SPARE_SLOTS
-    block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes()
-    each_bytes = shape.snapshot_bytes()
+    block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes
+    each_bytes = shape.snapshot_bytes
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
     wanted = _count_snapshots(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
     count = num_blocks
