@@ -11,7 +11,7 @@ from compiled_mtp.errors import escape, quote
 from compiled_mtp.sampling import parameter_checks as checks
 
 # Fields that a checkpoint's generation_config.json may set, under the same names.
-_GENERATION_FIELDS = (
+GENERATION_FIELDS = (
     "temperature",
     "top_k",
     "top_p",
@@ -186,7 +186,7 @@ class SamplingParams(BaseModel):
         Ignores keys that are not about sampling. Raises ValueError for a default out of range.
         """
         defaults = {
-            name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
+            name: generation_defaults[name] for name in GENERATION_FIELDS if name in generation_defaults
         }
         fields = {name: value for name, value in defaults.items() if value is not None}
         try:
