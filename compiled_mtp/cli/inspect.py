@@ -35,7 +35,7 @@ from compiled_mtp.models.weight_format import (
     FP8,
     describe_kept,
     describe_recipe,
-    packed_names,
+    kept_by_name,
 )
 from compiled_mtp.models.weights import check_weights, multiplied_out
 from compiled_mtp.ops.device import GPU, assume, is_assumed, memory_of
@@ -192,15 +192,10 @@ def describe_run(
     """
     spec = resolve(config, model, model.vocab_size)
     formats, drafts = spec.weight_formats, spec.drafts
-    kept: dict[str, list[str]] = {}
-    for parameter, form in formats.items():
-        if form.has_factors:
-            for name in packed_names(form) if form.is_packed else ("FP8",):
-                kept.setdefault(name, []).append(parameter)
     packed = multiplied_out(model, weights, formats)
     name = str(spec.dtype).removeprefix("torch.")
     yield f"runs        on {spec.device.type}, in {name}{describe_recipe(spec.weight_recipe, formats)}"
-    for kind, names in kept.items():
+    for kind, names in kept_by_name(formats).items():
         yield f"kept        {describe_kept(names)} in {kind}"
     if packed:
         before = sum(weight.num_bytes for weight in packed)
