@@ -15,6 +15,17 @@ without it are part of a graph cache's key."""
 MOST_ASPECT = 200
 """The longer side of an image over its shorter one, at most."""
 
+GENERATION_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Sampling parameters that a checkpoint's generation_config.json may set, under the same names."""
+
 # Sizes that are divided among ranks; and counts of heads of which several ranks may hold the same one. See
 # ModelConfig.shard.
 _DIVIDED = (

@@ -9,12 +9,11 @@ from typing import Any
 from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.gguf.config import generation_config, hf_config
 from compiled_mtp.gguf.container import list_models, read_container
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.model_config import GENERATION_FIELDS, ModelConfig
 from compiled_mtp.models.config_keys import FIX, Keys, read_json
 from compiled_mtp.models.family import MODEL_TYPES
 from compiled_mtp.models.stored import as_stored
 from compiled_mtp.models.vision_fields import read_vision
-from compiled_mtp.sampling.sampling_params import GENERATION_FIELDS
 
 
 def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
