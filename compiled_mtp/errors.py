@@ -34,17 +34,21 @@ def shown(value: object, text_of: Callable[[object], str] = str) -> str:
     print (control characters, halves of surrogate pairs) are escaped. Messages pass every value from a
     checkpoint's files or a caller through this function.
     """
-    try:
-        text = text_of(value)
-    except ValueError:  # An integer of more digits than Python writes out.
-        text = f"a number of more than {LONGEST_TEXT} digits"
+    text = _text(value, text_of)
     head = escape(text[:LONGEST_TEXT])
     return head if len(text) <= LONGEST_TEXT else f"{head}... ({len(text)} characters)"
 
 
+def _text(value: object, text_of: Callable[[object], str]) -> str:
+    try:
+        return text_of(value)
+    except ValueError:  # An integer of more digits than Python writes out.
+        return f"a number of more than {LONGEST_TEXT} digits"
+
+
 def quote(value: object) -> str:
     """Return the repr of `value`, escaped as by `shown`; longer text loses its middle."""
-    return _without_middle(escape(_REPR.repr(value)), LONGEST_TEXT)
+    return _without_middle(escape(_text(value, _REPR.repr)), LONGEST_TEXT)
 
 
 def escape(text: str, most_characters: int | None = None) -> str:

@@ -149,7 +149,7 @@ class EngineConfig(BaseSettings):
         default=1,
         description="processes that hold the model together, 1, 2, 4 or 8; no token depends on it",
     )
-    exchange: Literal["auto", "symmetric", "nccl", "gloo"] = Field(
+    communicator: Literal["auto", "symmetric", "nccl", "gloo"] = Field(
         default="auto",
         description="how ranks exchange partial results: on GPUs symmetric (memory that all may write) or "
         "nccl, on CPUs gloo; no token depends on it",

@@ -29,7 +29,7 @@ from compiled_mtp.models.weight_format import FP8
 
 # A linear's format is the first of these whose `marks` accepts its tensors.
 FORMATS: tuple[type[PackedWeight], ...] = (
-    *(AWQ, GPTQ, PackQuantized, MXFP4, NVFP4, ModeloptNVFP4, MXFP8, ScaledBytes),
+    *(AWQ, GPTQ, MXFP4, NVFP4, PackQuantized, ModeloptNVFP4, MXFP8, ScaledBytes),
 )
 # Names of tensors that mark a linear as quantised if they have one of these dtypes; None for any dtype.
 _MARKERS: Mapping[str, tuple[str, ...] | None] = {

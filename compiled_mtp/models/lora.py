@@ -17,7 +17,14 @@ from compiled_mtp.models.catalogue import read_stored
 from compiled_mtp.models.config_keys import Keys, read_json
 from compiled_mtp.models.finite import find_not_finite
 from compiled_mtp.models.headers import Header, read_file, without_prefix
-from compiled_mtp.models.lora_weights import Change, ExpertChange, MergedWeight, Pair, StackChange, StackPair
+from compiled_mtp.models.lora_weights import (
+    Change,
+    MergedWeight,
+    StackPair,
+    change_expert,
+    change_linear,
+    change_stack,
+)
 from compiled_mtp.models.stored import HEAD, are_equal
 from compiled_mtp.models.stored_weight import StoredWeight
 
@@ -54,7 +61,7 @@ class Adapter:
 
     path: Path
     keys: Keys
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, Change]
     stacks: Mapping[str, tuple[Header, Header]]
     bases: Mapping[str, Header]
 
@@ -126,11 +133,11 @@ def _expert_changes(
     pair = StackPair(a, b, scale, count)
     name = without_prefix(found["module"])
     if f"{name}.{stack}" in stored:
-        return {f"{name}.{stack}": StackChange(pair)}
+        return {f"{name}.{stack}": change_stack(pair)}
     parts = {"down_proj": 0} if stack == "down_proj" else {"gate_proj": 0, "up_proj": inner}
     rows = hidden if stack == "down_proj" else inner
     return {
-        f"{name}.{expert}.{part}.weight": ExpertChange(pair, expert, first, rows)
+        f"{name}.{expert}.{part}.weight": change_expert(pair, expert, first, rows)
         for expert in range(count)
         for part, first in parts.items()
     }
@@ -146,7 +153,7 @@ def _merge(base: StoredWeight, change: Change) -> MergedWeight:
         )
     got = f"{list(change.shape)} for {base.name} {list(base.shape)}"
     check(base.shape == change.shape, "lora", "have the weights' shapes", got, _OTHER_BASE)
-    return MergedWeight(base, change)
+    return MergedWeight(**vars(base), change=change)
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -176,11 +183,11 @@ def read_adapter(path: Path) -> Adapter:
     return replace(adapter, pairs=pairs)
 
 
-def _linear_pair(adapter: Adapter, module: str, a: Header, b: Header) -> Pair:
+def _linear_pair(adapter: Adapter, module: str, a: Header, b: Header) -> Change:
     rank, scale = adapter.rank_and_scale(module)
     got = f"{list(a.shape)} and {list(b.shape)}"
     check(a.shape[0] == b.shape[1] == rank, module, f"have matrices of rank {rank:g}", got, _FIX)
-    return Pair(a, b, scale)
+    return change_linear(a, b, scale)
 
 
 def _check_plain(values: Mapping[str, Any]) -> None:

@@ -6,10 +6,9 @@ process: products have sizes that do not depend on the part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -20,46 +19,33 @@ from compiled_mtp.models.stored_weight import Region
 _TILE = 256
 
 
-class Change(Protocol):
-    """What is added to a weight. name: of a tensor of the adapter. shape: of the weight."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def add_to(self, values: torch.Tensor, region: Region) -> None:
-        """Add the change of a region to its values, float64 on any device, which are mutated."""
-        ...
-
-
 @dataclass(frozen=True)
-class Pair:
-    """The matrices A [r, K] and B [N, r] of one linear; scale * B A is added to its weight [N, K]."""
+class Change:
+    """What is added to a weight. name: of a tensor of the adapter. shape: of the weight.
 
-    a: Header
-    b: Header
-    scale: float
+    add_to adds the change of a region to its values, float64 on any device, which are mutated.
+    """
 
-    @property
-    def name(self) -> str:
-        return self.b.name
+    name: str
+    shape: tuple[int, ...]
+    add_to: Callable[[torch.Tensor, Region], None]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.b.shape[0], self.a.shape[1]
 
-    def add_to(self, values: torch.Tensor, region: Region) -> None:
+def change_linear(a: Header, b: Header, scale: float) -> Change:
+    """The change scale * B A of one linear [N, K], from matrices A [r, K] and B [N, r]."""
+
+    def add_to(values: torch.Tensor, region: Region) -> None:
         rows, columns = region
-        height, rank = self.b.shape
-        a = _to(self.a.read((slice(0, rank), slice(0, self.a.shape[1]))), values)
+        height, rank = b.shape
+        whole_a = _to(a.read((slice(0, rank), slice(0, a.shape[1]))), values)
         for start in range(rows.start // _TILE * _TILE, rows.stop, _TILE):
             end = min(start + _TILE, height)
-            added = _to(self.b.read((slice(start, end), slice(0, rank))), values) @ a
+            added = _to(b.read((slice(start, end), slice(0, rank))), values) @ whole_a
             first, last = max(start, rows.start), min(end, rows.stop)
-            part = added[first - start : last - start, columns] * self.scale
+            part = added[first - start : last - start, columns] * scale
             values[first - rows.start : last - rows.start] += part
+
+    return Change(b.name, (b.shape[0], a.shape[1]), add_to)
 
 
 @dataclass(frozen=True)
@@ -83,79 +69,37 @@ class StackPair:
         return _to(_read_whole(self.b)[:, expert :: self.num_experts], values) @ a * self.scale
 
 
-@dataclass(frozen=True)
-class StackChange:
+def change_stack(pair: StackPair) -> Change:
     """The change of a stack [E, N, K] that a checkpoint stores as one tensor."""
 
-    pair: StackPair
-
-    @property
-    def name(self) -> str:
-        return self.pair.b.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.pair.num_experts, self.pair.b.shape[0], self.pair.a.shape[1]
-
-    def add_to(self, values: torch.Tensor, region: Region) -> None:
+    def add_to(values: torch.Tensor, region: Region) -> None:
         experts, rows, columns = region
         for index, expert in enumerate(range(experts.start, experts.stop)):
-            values[index] += self.pair.added(expert, values)[rows, columns]
+            values[index] += pair.added(expert, values)[rows, columns]
+
+    return Change(pair.b.name, (pair.num_experts, pair.b.shape[0], pair.a.shape[1]), add_to)
 
 
-@dataclass(frozen=True)
-class ExpertChange:
-    """The change of `rows` rows of one expert, from row `first` of the stack on, stored as a matrix."""
+def change_expert(pair: StackPair, expert: int, first: int, num_rows: int) -> Change:
+    """The change of `num_rows` rows of one expert, from row `first` of the stack on, stored as a matrix."""
 
-    pair: StackPair
-    expert: int
-    first: int
-    rows: int
-
-    @property
-    def name(self) -> str:
-        return self.pair.b.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows, self.pair.a.shape[1]
-
-    def add_to(self, values: torch.Tensor, region: Region) -> None:
+    def add_to(values: torch.Tensor, region: Region) -> None:
         rows, columns = region
-        own = slice(self.first + rows.start, self.first + rows.stop)
-        values += self.pair.added(self.expert, values)[own, columns]
+        own = slice(first + rows.start, first + rows.stop)
+        values += pair.added(expert, values)[own, columns]
+
+    return Change(pair.b.name, (num_rows, pair.a.shape[1]), add_to)
 
 
 @dataclass(frozen=True)
-class MergedWeight:
-    """A stored weight with a change added; its values are float32, see `StoredWeight`."""
+class MergedWeight(Header):
+    """A stored weight to which a change is added when it is read."""
 
-    base: Header
-    change: Change
-
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def file(self) -> Path:
-        return self.base.file
-
-    @property
-    def dtype(self) -> str:
-        return self.base.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    @property
-    def num_bytes(self) -> int:
-        return self.base.num_bytes
+    change: Change = field(kw_only=True)
 
     def read(self, region: Region, device: torch.device | None = None) -> torch.Tensor:
         """The float32 values in `region`, on `device` or on the CPU."""
-        values = self.base.read(region, device).to(device, torch.float64)
+        values = super().read(region, device).to(device, torch.float64)
         self.change.add_to(values, region)
         return values.float()
 

@@ -111,7 +111,7 @@ class EngineSpec:
     is_compiled: bool = field(metadata=NOT_TRACED)
     has_graphs: bool = field(metadata=NOT_TRACED)
     cache: Path | None = field(metadata=NOT_TRACED)
-    communicator: Communicator | None = field(default=None, metadata={"traced": _kind, "setting": "exchange"})
+    communicator: Communicator | None = field(default=None, metadata={"traced": _kind})
 
     @property
     def has_shapes(self) -> bool:

@@ -1,7 +1,7 @@
 """Checks of sampling parameters, and values derived from them. Pure functions, no torch.
 
-Each check takes a raw value and returns its normal form, or raises ValueError("<name> must <rule>, got
-<value>; <remedy>"). Whether the checkpoint has an id is checked elsewhere (frontend/processor.py).
+Each check raises ValueError("<name> must <rule>, got <value>; <remedy>"). Whether the checkpoint has an id is
+checked elsewhere (frontend/processor.py).
 """
 
 from __future__ import annotations
@@ -46,23 +46,8 @@ def check_names(fields: Mapping[str, Any], known: Sequence[str]) -> None:
             )
 
 
-def penalty(name: str, value: Any) -> float:
-    """Check presence_penalty or frequency_penalty: OpenAI's range, -2 to 2."""
-    return _number(name, value, -2, 2, "0 turns it off")
-
-
-def repetition_penalty(value: Any) -> float:
-    """Check repetition_penalty: above 0, at most 2 (transformers' and vLLM's meaning)."""
-    number = _number("repetition_penalty", value, 0, 2, "1 turns it off")
-    if number == 0:
-        _refuse("repetition_penalty", "be above 0", value, "1 turns it off")
-    return number
-
-
 def logit_bias(value: Any) -> dict[int, float]:
     """Return id -> number added to its logit, -100 to 100; ids may be numbers or strings of digits."""
-    if value is None:
-        return {}
     if not isinstance(value, Mapping):
         _refuse("logit_bias", "be an object of id: bias", value, "give {} for none")
     if len(value) > MAX_BIASED_IDS:
@@ -73,43 +58,35 @@ def logit_bias(value: Any) -> dict[int, float]:
         token_id = int(key) if is_digits else _id("logit_bias", key)
         if token_id in bias:
             _refuse("logit_bias", "name an id once", key, "drop one of them")
-        bias[token_id] = _number(f"logit_bias[{token_id}]", number, -100, 100, "-100 all but bans an id")
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not -100 <= number <= 100:
+            name, rule = f"logit_bias[{token_id}]", "be a number from -100 to 100"
+            _refuse(name, rule, number, "-100 all but bans an id")
+        bias[token_id] = float(number)
     return bias
 
 
-def min_tokens(value: Any, max_tokens: int) -> int:
-    """Check min_tokens, the tokens before which no eos id, stop id or stop string ends the output."""
-    return _integer("min_tokens", value, 0, max_tokens, "raise max_tokens or lower it")
-
-
-def allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+def allowed_token_ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the only ids that may be drawn, ascending; None for all."""
     if value is None:
         return None
-    ids = _ids("allowed_token_ids", value)
-    if not ids:
+    if not value:
         _refuse("allowed_token_ids", "hold an id", value, "leave it out to allow all")
-    return tuple(sorted(set(ids)))
+    return tuple(sorted({_id("allowed_token_ids", one) for one in value}))
 
 
-def stop_token_ids(value: Any) -> tuple[int, ...]:
-    """Return the ids that end the output, each once, in the caller's order."""
-    ids = tuple(dict.fromkeys(_ids("stop_token_ids", () if value is None else value)))
-    if len(ids) > MAX_STOP_IDS:
-        _refuse("stop_token_ids", f"hold at most {MAX_STOP_IDS} ids", len(ids), "use stop strings")
-    return ids
+def check_stop_ids(value: Sequence[int]) -> None:
+    """Raise ValueError for more than 64 stop_token_ids, and for one that no checkpoint has."""
+    count = len({_id("stop_token_ids", one) for one in value})
+    if count > MAX_STOP_IDS:
+        _refuse("stop_token_ids", f"hold at most {MAX_STOP_IDS} ids", count, "use stop strings")
 
 
-def bad_words(value: Any) -> tuple[str, ...]:
-    """Return the texts whose token sequences are banned, each once; see `bad_word_ids`."""
-    if value is None:
-        return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        _refuse("bad_words", "be a list of strings", value, 'give ["..."]')
+def check_bad_words(value: Sequence[str]) -> None:
+    """Raise ValueError for a blank text among bad_words; see `bad_word_ids`."""
     for word in value:
-        if not isinstance(word, str) or not word.strip():
+        if not word.strip():
             _refuse("bad_words", "hold strings with more than spaces", word, "leave it out")
-    return tuple(dict.fromkeys(value))
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
@@ -131,14 +108,6 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> tu
     return tuple(found)
 
 
-def num_choices(value: Any, temperature: float) -> int:
-    """Check n: the choices of one request, 1 to 16."""
-    number = _integer("n", value, 1, MAX_CHOICES, "send more requests")
-    if number > 1 and temperature < 1e-5:
-        _refuse("n", "be 1 at temperature 0", value, "all choices would be equal; raise temperature")
-    return number
-
-
 def choice_seed(seed: int, index: int) -> int:
     """Return the seed of choice `index`: `seed` itself for choice 0, else 64 signed bits.
 
@@ -152,22 +121,6 @@ def choice_seed(seed: int, index: int) -> int:
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & mask
     word ^= word >> 31
     return word - (1 << 64) if word >> 63 else word
-
-
-def logprobs(name: str, value: Any) -> int | None:
-    """Check logprobs or prompt_logprobs: how many of the likeliest ids to list, 0 to 20; None is off."""
-    if value is None:
-        return None
-    return _integer(name, value, 0, MAX_LOGPROBS, "0 lists the token alone")
-
-
-def logprobs_mode(value: Any) -> LogprobsMode:
-    """Check logprobs_mode: raw, of the model's logits, processed, after masks, temperature and filters, or
-    both."""
-    if value not in ("raw", "processed", "both"):
-        _refuse("logprobs_mode", "be raw, processed or both", value, "raw is the model's own distribution")
-    mode: LogprobsMode = value
-    return mode
 
 
 def only_one_grammar(fields: Mapping[str, Any]) -> str | None:
@@ -189,29 +142,10 @@ def only_one_grammar(fields: Mapping[str, Any]) -> str | None:
     return names[0] if names else None
 
 
-def _ids(name: str, value: Any) -> list[int]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        _refuse(name, "be a list of token ids", value, "give [...]")
-    return [_id(name, one) for one in value]
-
-
 def _id(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
         _refuse(name, "hold token ids from 0", value, "give numbers that the tokenizer gives")
     return value
-
-
-def _integer(name: str, value: Any, least: int, most: int, remedy: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        _refuse(name, f"be an integer from {least} to {most}", value, remedy)
-    return value
-
-
-def _number(name: str, value: Any, least: float, most: float, remedy: str) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:
-        _refuse(name, f"be a number from {least} to {most}", value, remedy)
-    return float(value)
 
 
 def _refuse(name: str, rule: str, value: Any, remedy: str) -> NoReturn:

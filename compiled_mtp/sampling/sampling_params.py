@@ -174,16 +174,9 @@ class SamplingParams(BaseModel):
         for name, is_met, rule, remedy in _rules(self):
             if not is_met:
                 raise ValueError(f"{name} must {rule}, got {quote(getattr(self, name))}; {remedy}")
-        checks.penalty("presence_penalty", self.presence_penalty)
-        checks.penalty("frequency_penalty", self.frequency_penalty)
-        checks.repetition_penalty(self.repetition_penalty)
-        checks.min_tokens(self.min_tokens, self.max_tokens)
         checks.allowed_token_ids(self.allowed_token_ids)
-        checks.bad_words(self.bad_words)
-        checks.stop_token_ids(self.stop_token_ids)
-        checks.num_choices(self.n, self.temperature)
-        checks.logprobs("logprobs", self.logprobs)
-        checks.logprobs("prompt_logprobs", self.prompt_logprobs)
+        checks.check_bad_words(self.bad_words)
+        checks.check_stop_ids(self.stop_token_ids)
         checks.only_one_grammar(self.__dict__)
         return self
 
@@ -205,12 +198,42 @@ class SamplingParams(BaseModel):
 def _rules(one: SamplingParams) -> tuple[tuple[str, bool, str, str], ...]:
     """Return (name, whether the rule is met, rule, remedy) for each rule."""
     most = MOST_STOP_CHARACTERS
+    penalty, listed = "be a number from -2 to 2", f"be an integer from 0 to {checks.MAX_LOGPROBS}"
     return (
         ("max_tokens", one.max_tokens >= 1, "be at least 1", "ask for one token or more"),
         ("temperature", 0 <= one.temperature <= 2, "be from 0 to 2", "0 is greedy"),
         ("top_k", one.top_k >= -1, "be -1 or more", "0 or -1 turns it off"),
         ("top_p", 0 < one.top_p <= 1, "be above 0 and at most 1", "use temperature=0 for greedy decoding"),
         ("min_p", 0 <= one.min_p <= 1, "be from 0 to 1", "0 turns it off"),
+        ("presence_penalty", -2 <= one.presence_penalty <= 2, penalty, "0 turns it off"),
+        ("frequency_penalty", -2 <= one.frequency_penalty <= 2, penalty, "0 turns it off"),
+        ("repetition_penalty", 0 <= one.repetition_penalty <= 2, "be a number from 0 to 2", "1 turns it off"),
+        ("repetition_penalty", one.repetition_penalty > 0, "be above 0", "1 turns it off"),
+        (
+            "min_tokens",
+            0 <= one.min_tokens <= one.max_tokens,
+            f"be an integer from 0 to {one.max_tokens}",
+            "raise max_tokens or lower it",
+        ),
+        (
+            "n",
+            1 <= one.n <= checks.MAX_CHOICES,
+            f"be an integer from 1 to {checks.MAX_CHOICES}",
+            "send more requests",
+        ),
+        (
+            "n",
+            one.n == 1 or one.temperature >= 1e-5,
+            "be 1 at temperature 0",
+            "all choices would be equal; raise temperature",
+        ),
+        ("logprobs", 0 <= (one.logprobs or 0) <= checks.MAX_LOGPROBS, listed, "0 lists the token alone"),
+        (
+            "prompt_logprobs",
+            0 <= (one.prompt_logprobs or 0) <= checks.MAX_LOGPROBS,
+            listed,
+            "0 lists the token alone",
+        ),
         ("stop", all(one.stop), "hold no empty string", "leave it out"),
         ("stop", len(one.stop) <= MOST_STOPS, f"hold at most {MOST_STOPS} strings", "leave some out"),
         (

@@ -23,9 +23,8 @@ from compiled_mtp.server.anthropic_models import (
     ToolUseBlock,
 )
 from compiled_mtp.server.errors import ApiError
-from compiled_mtp.server.generation import Service, check_limits, make_params, merged, parse
+from compiled_mtp.server.generation import Service, check_limits, make_params, parse
 from compiled_mtp.server.prompts import Prompt
-from compiled_mtp.server.sse import EventStream, unless_gone
 
 _PING_S = 10.0
 # The engine's names of fields that this API names differently, with the API's names.
@@ -55,14 +54,15 @@ class AnthropicHandlers:
         prompt = await self._render(body)
         (stream,) = await service.start([prompt], params, body.priority, _SENT)
         answer = Answer(body, service.parser(prompt, schemas), len(prompt.token_ids))
-        if body.stream:
-            events = answer.events(merged([stream]))
-            write_timeout_s = service.config.write_timeout_s
-            return EventStream(events, write_timeout_s, stream.abort, make_event("ping"), _PING_S)
-        try:
-            return JSONResponse(await unless_gone(request, answer.whole(merged([stream]))))
-        finally:
-            stream.abort()
+        return await service.respond(
+            request,
+            [stream],
+            answer.events,
+            answer.whole,
+            is_stream=body.stream,
+            ping=make_event("ping"),
+            ping_s=_PING_S,
+        )
 
     def _schemas(self, body: CountBody) -> dict[str, Any] | None:
         """Return the schemas of the tools that may be called, by name; None if no tool may be called."""

@@ -10,7 +10,7 @@ from typing import Any
 from compiled_mtp.request import RequestOutput
 from compiled_mtp.server.anthropic_models import MessagesBody
 from compiled_mtp.server.errors import ApiError
-from compiled_mtp.server.generation import Usage
+from compiled_mtp.server.generation import Outputs, Usage
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -32,7 +32,7 @@ class Answer:
             "model": body.model,
         }
 
-    async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> dict[str, Any]:
+    async def whole(self, outputs: Outputs) -> dict[str, Any]:
         """Read all outputs; return the message."""
         async for _, output in outputs:
             for delta in self._take(output):
@@ -47,7 +47,7 @@ class Answer:
             "usage": self._usage_fields(),
         }
 
-    async def events(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
+    async def events(self, outputs: Outputs) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is its last event."""
         # Clients update only the counts that they know from message_delta: `speculation`, sent here as zeros,
         # would stay 0 in the message that they build.

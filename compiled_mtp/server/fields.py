@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, Validat
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from compiled_mtp.sampling.parameter_checks import REFUSED
+from compiled_mtp.sampling.schema_values import same
 
 UNKNOWN_FIELD = "unknown_field"
 UNREAD_FIELD = "unread_field"
@@ -38,7 +39,7 @@ class Unread:
         if (info.context or {}).get("strict_fields"):
             context = {"rule": "be left out with strict_fields", "remedy": "the service does not read it"}
             raise PydanticCustomError(UNREAD_FIELD, "must be left out", context)
-        if self.values and not any(_is_same(value, one) for one in self.values):
+        if self.values and not any(same(value, one) for one in self.values):
             rule = f"be {' or '.join(map(json.dumps, self.values))}"
             remedy = REFUSED.get(info.field_name or "", "leave it out")
             raise PydanticCustomError(UNREAD_FIELD, "must be another", {"rule": rule, "remedy": remedy})
@@ -79,8 +80,3 @@ class Body(BaseModel):
             if value is not None:
                 raise PydanticCustomError(UNKNOWN_FIELD, "unknown field {name}", {"name": name[:100]})
         return self
-
-
-def _is_same(value: Any, one: Any) -> bool:
-    """Return whether two values are equal in JSON: in Python, True equals 1."""
-    return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from compiled_mtp.frontend.reasoning import ReasoningTokens
 from compiled_mtp.frontend.tokenizer import Tokenizer
@@ -23,12 +25,15 @@ from compiled_mtp.server.fields import UNKNOWN_FIELD, UNREAD_FIELD
 from compiled_mtp.server.media import MediaLoader
 from compiled_mtp.server.metrics import Metrics
 from compiled_mtp.server.prompts import Prompt, PromptPool
+from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import CallForm, OutputParser
 from compiled_mtp.streams.status import EngineStoppedError, QueueFullError, SlowReaderError, Status
 from compiled_mtp.streams.stream import Stream
 
 _BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 B = TypeVar("B", bound=BaseModel)
+Outputs: TypeAlias = AsyncIterator[tuple[int, RequestOutput]]
+"""Outputs of all choices of one API request, each with the number of its choice."""
 
 
 class ServedEngine(Protocol):
@@ -141,6 +146,34 @@ class Service:
             )
         except (RuntimeError, ValueError) as error:
             raise _as_sent(refusal(error), sent) from None
+
+    async def respond(
+        self,
+        request: Request,
+        streams: Sequence[Stream],
+        events: Callable[[Outputs], AsyncIterator[bytes]],
+        whole: Callable[[Outputs], Coroutine[Any, Any, dict[str, Any]]],
+        *,
+        is_stream: bool | None,
+        ping: bytes = b"",
+        ping_s: float | None = None,
+    ) -> Response:
+        """Answer with the `events` of the streams' outputs, or with the object that `whole` makes of them.
+
+        Aborts the engine's requests when the client goes away. ping, ping_s: as of `EventStream`.
+        """
+
+        def abort() -> None:
+            for stream in streams:
+                stream.abort()
+
+        outputs = merged(streams)
+        if is_stream:
+            return EventStream(events(outputs), self.config.write_timeout_s, abort, ping, ping_s)
+        try:
+            return JSONResponse(await unless_gone(request, whole(outputs)))
+        finally:
+            abort()
 
 
 def parse(model: type[B], body: bytes, config: ServerConfig) -> B:
@@ -258,7 +291,7 @@ def check_template_kwargs(config: ServerConfig, given: Mapping[str, Any] | None)
     return dict(given or {})
 
 
-async def merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def merged(streams: Sequence[Stream]) -> Outputs:
     """Yield (choice, output) of all streams as outputs come; leaving early aborts all streams.
 
     Choices are numbered through, beginning with the choices of the first stream. Raises ApiError when a

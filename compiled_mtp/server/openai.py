@@ -17,7 +17,6 @@ from compiled_mtp.server.generation import (
     check_limits,
     check_template_kwargs,
     make_params,
-    merged,
     parse,
 )
 from compiled_mtp.server.openai_answers import Answer, Choice
@@ -31,9 +30,7 @@ from compiled_mtp.server.openai_models import (
     Tool,
 )
 from compiled_mtp.server.prompts import Prompt
-from compiled_mtp.server.sse import EventStream, unless_gone
 from compiled_mtp.server.tool_calls import OutputParser
-from compiled_mtp.streams.stream import Stream
 
 # OpenAI's default max_tokens of completions; a chat's default is the room left in the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -108,8 +105,10 @@ class OpenAIHandlers:
             for choice in choices:
                 one = given[choice.index // params.n]
                 choice.prompt_text = one if isinstance(one, str) else self._service.tokenizer.decode(one)
-        answer = Answer(body, "cmpl", "text_completion", Usage(_count(prompts)), self._service)
-        return await self._respond(request, answer, choices, streams)
+        usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
+        answer = Answer(body, "cmpl", "text_completion", usage, choices, self._service)
+        how = (answer.events, answer.whole)
+        return await self._service.respond(request, streams, *how, is_stream=body.stream)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -133,23 +132,10 @@ class OpenAIHandlers:
         streams = await self._service.start([prompt], params, body.priority)
         parsers = [self._service.parser(prompt, schemas) for _ in range(params.n)]
         choices = [Choice(i, parser, prompt.token_ids) for i, parser in enumerate(parsers)]
-        answer = Answer(body, "chatcmpl", "chat.completion", Usage(_count([prompt])), self._service)
-        return await self._respond(request, answer, choices, streams)
-
-    async def _respond(
-        self, request: Request, answer: Answer, choices: list[Choice], streams: list[Stream]
-    ) -> Response:
-        def abort() -> None:
-            for stream in streams:
-                stream.abort()
-
-        if answer.body.stream:
-            events = answer.events(choices, merged(streams))
-            return EventStream(events, self._service.config.write_timeout_s, abort)
-        try:
-            return JSONResponse(await unless_gone(request, answer.whole(choices, merged(streams))))
-        finally:
-            abort()
+        usage = Usage(len(prompt.token_ids))
+        answer = Answer(body, "chatcmpl", "chat.completion", usage, choices, self._service)
+        how = (answer.events, answer.whole)
+        return await self._service.respond(request, streams, *how, is_stream=body.stream)
 
     async def _encode(self, prompt: str | list[int]) -> Prompt:
         return await self._service.prompts.encode(prompt) if isinstance(prompt, str) else Prompt(prompt)
@@ -294,7 +280,3 @@ def _prompts_of(
             400, f"prompt must be 1 to {most} prompts, got {len(prompts)}; split the request", param="prompt"
         )
     return list(prompts)
-
-
-def _count(prompts: Sequence[Prompt]) -> int:
-    return sum(len(prompt.token_ids) for prompt in prompts)

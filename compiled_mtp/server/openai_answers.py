@@ -15,7 +15,7 @@ from compiled_mtp.request import RequestOutput, RoundDrafts, RoutedExperts
 from compiled_mtp.sampling.logprobs import TokenLogprob
 from compiled_mtp.server import logprob_fields
 from compiled_mtp.server.errors import ApiError
-from compiled_mtp.server.generation import RoundCounter, Service, Usage
+from compiled_mtp.server.generation import Outputs, RoundCounter, Service, Usage
 from compiled_mtp.server.openai_models import ChatBody, CompletionBody
 from compiled_mtp.server.rounds import round_fields
 from compiled_mtp.server.tool_calls import CallArguments, CallStart, Content, Delta, OutputParser, Reasoning
@@ -71,9 +71,16 @@ class Answer:
     """Builds the JSON of one answer: a whole object, or the chunks of a stream."""
 
     def __init__(
-        self, body: CompletionBody | ChatBody, prefix: str, kind: str, usage: Usage, service: Service
+        self,
+        body: CompletionBody | ChatBody,
+        prefix: str,
+        kind: str,
+        usage: Usage,
+        choices: list[Choice],
+        service: Service,
     ) -> None:
         self.body = body
+        self._choices = choices
         self._is_chat = isinstance(body, ChatBody)
         self._usage = usage
         self._tokenizer = service.tokenizer
@@ -84,10 +91,9 @@ class Answer:
             "model": body.model,
         }
 
-    async def whole(
-        self, choices: list[Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> dict[str, Any]:
+    async def whole(self, outputs: Outputs) -> dict[str, Any]:
         """Read all outputs; return the answer's object."""
+        choices = self._choices
         async for index, output in outputs:
             choices[index].take(output)
             if output.finish_reason is not None:
@@ -121,18 +127,18 @@ class Answer:
             fields["prompt_token_ids"] = list(choice.prompt_ids)
         return fields
 
-    async def events(
-        self, choices: list[Choice], outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncIterator[bytes]:
+    async def events(self, outputs: Outputs) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is its last event."""
-        head = dict(self._head)
+        head, choices = dict(self._head), self._choices
         has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+        # Every chunk but the last says so then.
+        no_usage = {"usage": None} if has_usage else {}
         if self._is_chat:
             head["object"] = "chat.completion.chunk"
             first = {"role": "assistant", "content": ""}
             for choice in choices:
-                yield _event(head | {"choices": [_chunk(choice, {"delta": first})]})
-        frames = [self._frame(head, choice, has_usage) for choice in choices]
+                yield _event(head | {"choices": [_chunk(choice, {"delta": first})]} | no_usage)
+        frames = [self._frame(head | no_usage, choice) for choice in choices]
         try:
             async for index, output in outputs:
                 choice, frame = choices[index], frames[index]
@@ -149,9 +155,7 @@ class Answer:
                     chunk = head | {"choices": [entry]}
                     if self.body.include_round:
                         chunk["round"] = choice.rounds.take(output)
-                    if has_usage:
-                        chunk["usage"] = None
-                    yield _event(chunk)
+                    yield _event(chunk | no_usage)
         except ApiError as error:
             yield _event(error.body("openai"))
             return
@@ -159,7 +163,7 @@ class Answer:
             yield _event(head | {"choices": [], "usage": self._usage.to_openai()})
         yield b"data: [DONE]\n\n"
 
-    def _frame(self, head: Mapping[str, Any], choice: Choice, has_usage: bool) -> tuple[bytes, bytes] | None:
+    def _frame(self, head: Mapping[str, Any], choice: Choice) -> tuple[bytes, bytes] | None:
         """Return the bytes before and after the text in events that hold only text; None if events hold more.
 
         The text itself goes between them as a JSON string.
@@ -171,7 +175,7 @@ class Answer:
             return None
         text = uuid.uuid4().hex
         said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
-        chunk = {**head, "choices": [_chunk(choice, said)], **({"usage": None} if has_usage else {})}
+        chunk = {**head, "choices": [_chunk(choice, said)]}
         before, after = _event(chunk).split(f'"{text}"'.encode())
         return before, after
 

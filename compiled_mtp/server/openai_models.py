@@ -14,8 +14,8 @@ CacheSalt = Annotated[
     Field(default=None, description="prompts share cached prefixes only with prompts of the same salt"),
 ]
 Priority = Annotated[int | None, Field(default=None, description="lower numbers start first; default: 0")]
-# The fields of SamplingParams that both bodies have under the same names.
-SAME_NAMES = (
+# The fields of SamplingParams that completions, chats and responses have under the same names.
+COMMON_NAMES = (
     "temperature",
     "top_p",
     "top_k",
@@ -23,13 +23,17 @@ SAME_NAMES = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "seed",
+    "cache_salt",
+)
+# Those of completions and chats.
+SAME_NAMES = (
+    *COMMON_NAMES,
     "min_tokens",
     "ignore_eos",
     "include_stop",
-    "seed",
     "n",
     "prompt_logprobs",
-    "cache_salt",
     "include_drafts",
     "return_routed_experts",
     "bad_words",
@@ -49,10 +53,11 @@ class StreamOptions(Body):
     continuous_usage_stats: Annotated[Any, Unread((False,))] = None
 
 
-class SamplingBody(Body):
-    """The fields that completions and chats share; null means not set."""
+class CommonBody(Body):
+    """The fields that completions, chats and responses share; null means not set."""
 
     model: str = Field(description="one of the names that GET /v1/models lists")
+    stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -60,17 +65,26 @@ class SamplingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    cache_salt: CacheSalt = None
+    priority: Priority = None
+    user: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+
+
+class SamplingBody(CommonBody):
+    """The fields that completions and chats share; null means not set."""
+
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop: bool | None = None
-    seed: int | None = None
-    cache_salt: CacheSalt = None
     n: int | None = Field(default=None, ge=1, description="choices; choice 0 is the same as with n=1")
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
@@ -79,7 +93,6 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    priority: Priority = None
     include_round: bool | None = Field(
         default=None, description="each chunk of a stream has the numbers of drafted and accepted tokens"
     )
@@ -96,13 +109,9 @@ class SamplingBody(Body):
     return_token_ids: bool | None = Field(
         default=None, description="choices have their token ids; answers that are no streams the prompt's too"
     )
-    user: Ignored = None
     store: Ignored = None
     metadata: Ignored = None
-    service_tier: Ignored = None
     cache_control: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
     # Fields of other servers, each with the value that changes nothing.
     best_of: Annotated[Any, Unread((1,))] = None
     use_beam_search: Annotated[Any, Unread((False,))] = None

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from compiled_mtp.request import RequestOutput, SamplingParams
+from compiled_mtp.request import SamplingParams
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import (
+    Outputs,
     Service,
     check_limits,
     check_template_kwargs,
     make_params,
-    merged,
     parse,
 )
 from compiled_mtp.server.openai import arguments_of
-from compiled_mtp.server.openai_models import ContentPart
+from compiled_mtp.server.openai_models import COMMON_NAMES, ContentPart
 from compiled_mtp.server.prompts import Prompt
 from compiled_mtp.server.response_events import ResponseBuilder
 from compiled_mtp.server.response_store import ResponseStore, StoredResponse
@@ -36,7 +37,6 @@ from compiled_mtp.server.responses_models import (
     ResponsesBody,
     full_name,
 )
-from compiled_mtp.server.sse import EventStream, unless_gone
 
 # The engine's names of fields that this API names differently, with the API's names.
 _SENT = {
@@ -44,18 +44,6 @@ _SENT = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "cache_salt",
-    "parallel_tool_calls",
-)
 
 
 class ResponsesHandlers:
@@ -85,15 +73,9 @@ class ResponsesHandlers:
         (stream,) = await service.start([prompt], params, body.priority, _SENT)
         end = None if service.reasoning is None else service.reasoning.end
         builder = ResponseBuilder(body, service.parser(prompt, schemas), len(prompt.token_ids), end)
-        outputs = merged([stream])
-        if body.stream:
-            events = self._events(builder, outputs, own, previous)
-            return EventStream(events, service.config.write_timeout_s, stream.abort)
-        try:
-            await unless_gone(request, _read(builder, outputs))
-        finally:
-            stream.abort()
-        return JSONResponse(self._keep(builder, own, previous))
+        how = (builder, own, previous)
+        events, whole = partial(self._events, *how), partial(self._whole, *how)
+        return await service.respond(request, [stream], events, whole, is_stream=body.stream)
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """GET /v1/responses/{response_id}: a stored answer."""
@@ -115,9 +97,9 @@ class ResponsesHandlers:
     async def _events(
         self,
         builder: ResponseBuilder,
-        outputs: AsyncIterator[tuple[int, RequestOutput]],
         own: Sequence[Mapping[str, Any]],
         previous: StoredResponse | None,
+        outputs: Outputs,
     ) -> AsyncIterator[bytes]:
         """Yield the events of a stream; an error is its last event."""
         for event in builder.begin():
@@ -131,6 +113,17 @@ class ResponsesHandlers:
             return
         self._keep(builder, own, previous)
         yield builder.end()
+
+    async def _whole(
+        self,
+        builder: ResponseBuilder,
+        own: Sequence[Mapping[str, Any]],
+        previous: StoredResponse | None,
+        outputs: Outputs,
+    ) -> dict[str, Any]:
+        async for _, output in outputs:
+            builder.take(output)
+        return self._keep(builder, own, previous)
 
     def _keep(
         self, builder: ResponseBuilder, own: Sequence[Mapping[str, Any]], previous: StoredResponse | None
@@ -168,8 +161,9 @@ class ResponsesHandlers:
         # A forced call leaves no text that could have a format.
         form = None if choice is not None else _response_format(body)
         check_limits(self._service.config, stops, (), (), tools=tools, text=form)
-        fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
+        fields: dict[str, Any] = {name: getattr(body, name) for name in COMMON_NAMES}
         fields |= {
+            "parallel_tool_calls": body.parallel_tool_calls,
             "max_tokens": body.max_output_tokens,
             "stop": tuple(stops) or None,
             "response_format": form,
@@ -200,11 +194,6 @@ class ResponsesHandlers:
         if has_tools:
             variables["tools"] = _to_functions(body.tools or ())
         return await self._service.render(with_instructions(body.instructions, messages), variables)
-
-
-async def _read(builder: ResponseBuilder, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> None:
-    async for _, output in outputs:
-        builder.take(output)
 
 
 def to_template(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Refused, Unread
-from compiled_mtp.server.openai_models import CacheSalt, ContentPart, Priority
+from compiled_mtp.server.openai_models import CommonBody, ContentPart
 
 _TOOLS = ("function", "namespace", "web_search", "web_search_preview")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -21,15 +21,14 @@ class RefusalPart(Body):
     refusal: str
 
 
-def _part_kind(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "[refusal]" if kind == "refusal" else "[text]"
+def _kind_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 # Tags in brackets do not count as names of fields in the paths of errors.
 _Part = Annotated[
     Annotated[ContentPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")],
-    Discriminator(_part_kind),
+    Discriminator(lambda part: "[refusal]" if _kind_of(part) == "refusal" else "[text]"),
 ]
 
 
@@ -88,19 +87,11 @@ class ReasoningItem(Body):
     encrypted_content: Ignored = None
 
 
-def _item_kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"[{kind or 'message'}]"
-
-
-def _check_item(item: Any) -> Any:
-    if isinstance(item, dict) and item.get("type") not in (*_KINDS, None):
-        context = {
-            "rule": f"be an item of type {', '.join(_KINDS)}",
-            "remedy": "send items themselves, not references; the service runs no tools of its own",
-        }
-        raise PydanticCustomError(UNREAD_FIELD, "must be a known item", context)
-    return item
+def _check_kind(value: Any, kinds: tuple[str | None, ...], rule: str, remedy: str) -> Any:
+    """Return `value`. Raises PydanticCustomError for an object of a type that is not in `kinds`."""
+    if isinstance(value, dict) and value.get("type") not in kinds:
+        raise PydanticCustomError(UNREAD_FIELD, "must be known", {"rule": rule, "remedy": remedy})
+    return value
 
 
 Item = Annotated[
@@ -108,14 +99,16 @@ Item = Annotated[
     | Annotated[CallItem, Tag("[function_call]")]
     | Annotated[CallOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")],
-    Discriminator(_item_kind),
-    BeforeValidator(_check_item),
+    Discriminator(lambda item: f"[{_kind_of(item) or 'message'}]"),
+    BeforeValidator(
+        lambda item: _check_kind(
+            item,
+            (*_KINDS, None),
+            f"be an item of type {', '.join(_KINDS)}",
+            "send items themselves, not references; the service runs no tools of its own",
+        )
+    ),
 ]
-
-
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "[web_search]" if kind == "web_search_preview" else f"[{kind}]"
 
 
 class FunctionTool(Body):
@@ -157,20 +150,19 @@ class SearchTool(Body):
     user_location: Ignored = None
 
 
-def _check_tool(tool: Any) -> Any:
-    if isinstance(tool, dict) and tool.get("type") not in _TOOLS:
-        rule = f"be a tool of type {', '.join(_TOOLS)}"
-        context = {"rule": rule, "remedy": "leave it out; the service runs no tools of its own"}
-        raise PydanticCustomError(UNREAD_FIELD, "must be a known tool", context)
-    return tool
-
-
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("[function]")]
     | Annotated[NamespaceTool, Tag("[namespace]")]
     | Annotated[SearchTool, Tag("[web_search]")],
-    Discriminator(_tool_kind),
-    BeforeValidator(_check_tool),
+    Discriminator(lambda tool: f"[{str(_kind_of(tool)).removesuffix('_preview')}]"),
+    BeforeValidator(
+        lambda tool: _check_kind(
+            tool,
+            _TOOLS,
+            f"be a tool of type {', '.join(_TOOLS)}",
+            "leave it out; the service runs no tools of its own",
+        )
+    ),
 ]
 
 
@@ -219,10 +211,9 @@ def _check_include(names: list[str]) -> list[str]:
     return names
 
 
-class ResponsesBody(Body):
+class ResponsesBody(CommonBody):
     """POST /v1/responses; null means not set."""
 
-    model: str = Field(description="one of the names that GET /v1/models lists")
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = Field(default=None, description="a system message before all others")
     previous_response_id: str | None = Field(
@@ -231,7 +222,6 @@ class ResponsesBody(Body):
     store: bool | None = Field(
         default=None, description="false: the answer cannot be continued or read again"
     )
-    stream: bool | None = None
     tools: list[AnyTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
@@ -240,19 +230,7 @@ class ResponsesBody(Body):
     # Other names ask for parts of items that this service never makes.
     include: Annotated[list[str], AfterValidator(_check_include)] | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     metadata: dict[str, str] | None = None
-    # The engine's own.
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    cache_salt: CacheSalt = None
-    priority: Priority = None
     chat_template_kwargs: dict[str, Any] | None = None
     background: Annotated[Any, Unread((False,))] = None
     truncation: Annotated[Any, Unread(("disabled",))] = None
@@ -260,10 +238,6 @@ class ResponsesBody(Body):
     context_management: Annotated[Any, Unread(([],))] = None
     conversation: Annotated[Any, Refused("continue an answer with previous_response_id")] = None
     prompt: Annotated[Any, Refused("send the prompt's text as input")] = None
-    user: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     stream_options: Ignored = None

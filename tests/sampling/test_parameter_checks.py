@@ -9,31 +9,32 @@ from typing import Any
 import pytest
 
 from compiled_mtp.sampling import parameter_checks as checks
+from compiled_mtp.sampling.sampling_params import SamplingParams
 from tests.sampling.grammars import TOKENIZER
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda: checks.penalty("presence_penalty", 2), 2.0),
-        (lambda: checks.penalty("frequency_penalty", -1.5), -1.5),
-        (lambda: checks.repetition_penalty(1.05), 1.05),
-        (lambda: checks.logit_bias(None), {}),
+        (lambda: SamplingParams(presence_penalty=2).presence_penalty, 2.0),
+        (lambda: SamplingParams(frequency_penalty=-1.5).frequency_penalty, -1.5),
+        (lambda: SamplingParams(repetition_penalty=1.05).repetition_penalty, 1.05),
+        (lambda: SamplingParams(logit_bias=None).logit_bias, None),
         (lambda: checks.logit_bias({"50": 100, 7: -1.5}), {50: 100.0, 7: -1.5}),
-        (lambda: checks.min_tokens(3, max_tokens=3), 3),
+        (lambda: SamplingParams(min_tokens=3, max_tokens=3).min_tokens, 3),
         (lambda: checks.allowed_token_ids(None), None),
         (lambda: checks.allowed_token_ids([9, 3, 9]), (3, 9)),
-        (lambda: checks.stop_token_ids(None), ()),
+        (lambda: SamplingParams(stop_token_ids=None).stop_token_ids, ()),
         (
-            lambda: checks.stop_token_ids([9, 3, 9, *range(62)]),
-            (9, 3, *(i for i in range(62) if i not in (9, 3))),
+            lambda: SamplingParams(stop_token_ids=[9, 3, 9, *range(64)]).stop_token_ids,
+            (9, 3, 9, *range(64)),
         ),
-        (lambda: checks.bad_words(["b", "a", "b"]), ("b", "a")),
-        (lambda: checks.num_choices(1, temperature=0), 1),
-        (lambda: checks.num_choices(16, temperature=0.5), 16),
-        (lambda: checks.logprobs("logprobs", None), None),
-        (lambda: checks.logprobs("prompt_logprobs", 20), 20),
-        (lambda: checks.logprobs_mode("processed"), "processed"),
+        (lambda: SamplingParams(bad_words=["b", "a"]).bad_words, ("b", "a")),
+        (lambda: SamplingParams(n=1, temperature=0).n, 1),
+        (lambda: SamplingParams(n=16, temperature=0.5).n, 16),
+        (lambda: SamplingParams(logprobs=None).logprobs, None),
+        (lambda: SamplingParams(prompt_logprobs=20).prompt_logprobs, 20),
+        (lambda: SamplingParams(logprobs_mode="processed").logprobs_mode, "processed"),
         (lambda: checks.only_one_grammar({}), None),
         (lambda: checks.only_one_grammar({"response_format": {"type": "text"}, "tool_choice": "auto"}), None),
         (lambda: checks.only_one_grammar({"guided_regex": "a", "tool_choice": "none"}), "guided_regex"),
@@ -47,18 +48,24 @@ def test_what_is_right_takes_one_form(call: Callable[[], Any], expected: Any) ->
     ("call", "message"),
     [
         (
-            lambda: checks.penalty("presence_penalty", 2.5),
+            lambda: SamplingParams(presence_penalty=2.5),
             "presence_penalty must be a number from -2 to 2, got 2.5; 0",
         ),
-        (lambda: checks.penalty("presence_penalty", True), "presence_penalty must be a number .* got True"),
-        (lambda: checks.penalty("presence_penalty", "1"), "presence_penalty must be a number .* got '1'"),
+        (lambda: SamplingParams(presence_penalty=True), "presence_penalty must not be a boolean, got True"),
+        (lambda: SamplingParams(presence_penalty="x"), "presence_penalty must be a valid number.* got 'x'"),
         (
-            lambda: checks.penalty("frequency_penalty", float("nan")),
-            "frequency_penalty must be a number .* nan",
+            lambda: SamplingParams(frequency_penalty=float("nan")),
+            "frequency_penalty must be a finite number, got nan",
         ),
-        (lambda: checks.penalty("frequency_penalty", 10**9999), "frequency_penalty must be a number"),
-        (lambda: checks.repetition_penalty(0), "repetition_penalty must be above 0, got 0; 1 turns it off"),
-        (lambda: checks.repetition_penalty(2.1), "repetition_penalty must be a number from 0 to 2, got 2.1"),
+        (lambda: SamplingParams(frequency_penalty=10**9999), "frequency_penalty must be .* got a number of"),
+        (
+            lambda: SamplingParams(repetition_penalty=0),
+            "repetition_penalty must be above 0, got 0.0; 1 turns it off",
+        ),
+        (
+            lambda: SamplingParams(repetition_penalty=2.1),
+            "repetition_penalty must be a number from 0 to 2, got 2.1",
+        ),
         (lambda: checks.logit_bias([1]), r"logit_bias must be an object of id: bias, got \[1\]"),
         (lambda: checks.logit_bias({"x": 1}), "logit_bias must hold token ids from 0, got 'x'"),
         (lambda: checks.logit_bias({"-1": 1}), "logit_bias must hold token ids from 0, got '-1'"),
@@ -72,34 +79,40 @@ def test_what_is_right_takes_one_form(call: Callable[[], Any], expected: Any) ->
         ),
         (lambda: checks.logit_bias(dict.fromkeys(range(1025), 0)), "logit_bias must hold at most 1024 ids"),
         (
-            lambda: checks.min_tokens(4, max_tokens=3),
+            lambda: SamplingParams(min_tokens=4, max_tokens=3),
             "min_tokens must be an integer from 0 to 3, got 4; raise",
         ),
-        (lambda: checks.min_tokens(-1, max_tokens=3), "min_tokens must be an integer from 0 to 3, got -1"),
-        (lambda: checks.min_tokens(1.0, max_tokens=3), "min_tokens must be an integer from 0 to 3, got 1.0"),
-        (lambda: checks.allowed_token_ids([]), "allowed_token_ids must hold an id"),
-        (lambda: checks.allowed_token_ids("12"), "allowed_token_ids must be a list of token ids, got '12'"),
-        (lambda: checks.allowed_token_ids([-1]), "allowed_token_ids must hold token ids from 0, got -1"),
-        (lambda: checks.stop_token_ids(range(65)), "stop_token_ids must hold at most 64 ids, got 65"),
         (
-            lambda: checks.stop_token_ids([1 << 31]),
+            lambda: SamplingParams(min_tokens=-1, max_tokens=3),
+            "min_tokens must be an integer from 0 to 3, got -1",
+        ),
+        (lambda: SamplingParams(min_tokens=1.5), "min_tokens must be a valid integer.* got 1.5"),
+        (lambda: checks.allowed_token_ids([]), "allowed_token_ids must hold an id"),
+        (lambda: SamplingParams(allowed_token_ids="12"), "allowed_token_ids must be a valid tuple, got '12'"),
+        (lambda: checks.allowed_token_ids([-1]), "allowed_token_ids must hold token ids from 0, got -1"),
+        (lambda: checks.check_stop_ids(range(65)), "stop_token_ids must hold at most 64 ids, got 65"),
+        (
+            lambda: checks.check_stop_ids([1 << 31]),
             "stop_token_ids must hold token ids from 0, got 2147483648",
         ),
-        (lambda: checks.bad_words("word"), "bad_words must be a list of strings, got 'word'"),
+        (lambda: SamplingParams(bad_words="word"), "bad_words must be a valid tuple, got 'word'"),
         (
-            lambda: checks.bad_words(["a", "  "]),
+            lambda: checks.check_bad_words(["a", "  "]),
             "bad_words must hold strings with more than spaces, got '  '",
         ),
-        (lambda: checks.bad_words(["a", 3]), "bad_words must hold strings with more than spaces, got 3"),
-        (lambda: checks.num_choices(17, 1.0), "n must be an integer from 1 to 16, got 17"),
-        (lambda: checks.num_choices(2, 0), "n must be 1 at temperature 0, got 2"),
-        (lambda: checks.logprobs("logprobs", 21), "logprobs must be an integer from 0 to 20, got 21"),
-        (lambda: checks.logprobs("logprobs", True), "logprobs must be an integer from 0 to 20, got True"),
+        (lambda: SamplingParams(bad_words=["a", 3]), "bad_words.1 .* got 3"),
+        (lambda: SamplingParams(n=17), "n must be an integer from 1 to 16, got 17"),
+        (lambda: SamplingParams(n=2, temperature=0), "n must be 1 at temperature 0, got 2"),
+        (lambda: SamplingParams(logprobs=21), "logprobs must be an integer from 0 to 20, got 21"),
+        (lambda: SamplingParams(logprobs=True), "logprobs must not be a boolean, got True"),
         (
-            lambda: checks.logprobs_mode("logits"),
-            "logprobs_mode must be raw, processed or both, got 'lo",
+            lambda: SamplingParams(logprobs_mode="logits"),
+            "logprobs_mode must be 'raw', 'processed' or 'both', got 'lo",
         ),
-        (lambda: checks.logprobs_mode([]), r"logprobs_mode must be raw, processed or both, got \[\]"),
+        (
+            lambda: SamplingParams(logprobs_mode=[]),
+            r"logprobs_mode must be 'raw', 'processed' or 'both', got \[\]",
+        ),
         (
             lambda: checks.only_one_grammar({"guided_choice": ["a"], "tool_choice": "required"}),
             "tool_choice must be left out with guided_choice",
@@ -131,8 +144,8 @@ def test_an_unknown_field_of_any_type_is_called_unknown(value: Any) -> None:
 
 def test_what_errors_print_is_bounded_and_escaped() -> None:
     for value in ("\ud800\x1b[31m" * 10_000, ["\n" * 1000]):
-        with pytest.raises(ValueError, match=r"^logprobs_mode must be raw, processed or both") as caught:
-            checks.logprobs_mode(value)
+        with pytest.raises(ValueError, match=r"^logit_bias must be an object of id: bias") as caught:
+            checks.logit_bias(value)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 250
 

@@ -61,10 +61,6 @@ class AWQ(IntegerWeight):
         self.group = self.find_group("scales", columns, groups, claims)
         return rows, columns
 
-    def check_values(self) -> None:
-        """Raise ValueError unless the scales are finite."""
-        self.check_finite("scales")
-
     def codes(
         self, rows: slice, columns: slice, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:

@@ -20,7 +20,6 @@ from compiled_mtp.errors import check
 from compiled_mtp.models.formats.claims import Claims
 from compiled_mtp.models.formats.unpack import covering, groups_of, unpack_e2m1, within
 from compiled_mtp.models.formats.weight import AGAIN, PackedWeight
-from compiled_mtp.models.headers import Header
 from compiled_mtp.ops.blocks import UNIT
 
 _MANTISSA_BITS = 23  # of float32
@@ -83,14 +82,10 @@ class NVFP4(_FP4):
         "weight_scale": ("F8_E4M3",),
         "weight_global_scale": ("F32",),
     }
+    marked: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight_packed": ("U8",)}
     unread = ("input_global_scale",)
     factor: ClassVar[str] = "weight_global_scale"
     dtype = "NVFP4"
-
-    @classmethod
-    def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether `weight_packed` holds bytes."""
-        return "weight_packed" in parts and parts["weight_packed"].dtype == "U8"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
         """Do what `_FP4` does, and raise ValueError unless the tensor has one factor."""
@@ -138,14 +133,10 @@ class ModeloptNVFP4(NVFP4):
         "weight_scale": ("F8_E4M3",),
         "weight_scale_2": ("F32",),
     }
+    marked: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("U8",)}
     unread = ("input_scale",)
     packed = "weight"
     factor = "weight_scale_2"
-
-    @classmethod
-    def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether `weight` holds bytes."""
-        return "weight" in parts and parts["weight"].dtype == "U8"
 
     def finish(self, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Apply the tensor's factor to the values."""
@@ -159,12 +150,6 @@ class MXFP4(_FP4):
     group = 32
     kind_name = "MXFP4"
     dtype = "MXFP4"
-
-    @classmethod
-    def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether `weight_packed` and `weight_scale` both hold bytes."""
-        is_packed = "weight_packed" in parts and parts["weight_packed"].dtype == "U8"
-        return is_packed and "weight_scale" in parts and parts["weight_scale"].dtype == "U8"
 
     def check_values(self) -> None:
         """Raise ValueError for an exponent whose products with codes are not all normal numbers."""

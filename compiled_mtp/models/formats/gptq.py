@@ -23,7 +23,6 @@ from compiled_mtp.models.formats.unpack import (
     within,
 )
 from compiled_mtp.models.formats.weight import FLOATS
-from compiled_mtp.models.headers import Header
 
 _PACKINGS = "other packings (gemv, gemv_fast, marlin) and other numbers of bits are not supported"
 
@@ -40,11 +39,8 @@ class GPTQ(IntegerWeight):
         "scales": FLOATS,
     }
     optional: ClassVar[Mapping[str, tuple[str, ...]]] = {"g_idx": ("I32", "I64")}
-
-    @classmethod
-    def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether a `qweight` is stored; `catalogue.FORMATS` tries AWQ before."""
-        return "qweight" in parts
+    # `catalogue.FORMATS` tries AWQ before.
+    marked: ClassVar[Mapping[str, tuple[str, ...]]] = {"qweight": ()}
 
     @property
     def dtype(self) -> str:
@@ -92,8 +88,7 @@ class GPTQ(IntegerWeight):
     def check_values(self) -> None:
         """Raise ValueError unless indices are right (`check_indices`), scales are finite, and a symmetric
         weight's zero points are all equal."""
-        self.check_indices()
-        self.check_finite("scales")
+        super().check_values()
         if self.only_zero is not None:
             # A word holds 32 / bits codes; equal codes make equal words.
             both = torch.stack(torch.aminmax(self.whole("qzeros")))

@@ -57,6 +57,11 @@ class IntegerWeight(PackedWeight):
         outside = stored[(stored < 0) | (stored >= self._num_groups)].tolist()
         check(not outside, name, f"lie in 0 to {self._num_groups - 1}", outside[:1], AGAIN)
 
+    def check_values(self) -> None:
+        """Raise ValueError unless indices are right (`check_indices`) and scales are finite."""
+        self.check_indices()
+        self.check_finite(self.scales)
+
     def groups(self, columns: slice) -> slice:
         """The groups whose zero points and scales `codes` returns for these columns."""
         return covering(columns, self.group) if self.is_in_order else slice(0, self._num_groups)

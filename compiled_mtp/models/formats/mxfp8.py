@@ -16,7 +16,6 @@ from compiled_mtp.errors import check
 from compiled_mtp.models.formats.claims import Claims
 from compiled_mtp.models.formats.unpack import covering, groups_of
 from compiled_mtp.models.formats.weight import AGAIN, PackedWeight
-from compiled_mtp.models.headers import Header
 
 _GROUP = 32
 # A byte of this value means NaN.
@@ -29,12 +28,6 @@ class MXFP8(PackedWeight):
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": ("F8_E4M3",), "weight_scale": ("U8",)}
     unread = ("input_scale",)
     dtype = "MXFP8"
-
-    @classmethod
-    def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether `weight` is FP8 and `weight_scale` holds bytes."""
-        is_fp8 = "weight" in parts and parts["weight"].dtype == "F8_E4M3"
-        return is_fp8 and "weight_scale" in parts and parts["weight_scale"].dtype == "U8"
 
     def measure(self, claims: Claims) -> tuple[int, int]:
         """Return N and K. Raises ValueError for scales that do not fit them."""

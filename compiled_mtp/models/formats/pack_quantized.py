@@ -24,7 +24,6 @@ from compiled_mtp.models.formats.unpack import (
     within,
 )
 from compiled_mtp.models.formats.weight import AGAIN, FLOATS
-from compiled_mtp.models.headers import Header
 
 
 class PackQuantized(IntegerWeight):
@@ -42,11 +41,8 @@ class PackQuantized(IntegerWeight):
         "weight_zero_point": ("I32",),
         "weight_g_idx": ("I32", "I64"),
     }
-
-    @classmethod
-    def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether `weight_packed` is stored and does not hold bytes."""
-        return "weight_packed" in parts and parts["weight_packed"].dtype != "U8"
+    # `catalogue.FORMATS` tries formats of bytes before.
+    marked: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight_packed": ()}
 
     @property
     def dtype(self) -> str:
@@ -73,11 +69,6 @@ class PackQuantized(IntegerWeight):
             self.check_shape("weight_zero_point", -(-rows * self.bits // WORD_BITS), groups)
         self.find_order(columns, claims)
         return rows, columns
-
-    def check_values(self) -> None:
-        """Raise ValueError unless indices are right (`check_indices`) and scales are finite."""
-        self.check_indices()
-        self.check_finite("weight_scale")
 
     def codes(
         self, rows: slice, columns: slice, device: torch.device

@@ -17,7 +17,6 @@ import torch
 from compiled_mtp.errors import check
 from compiled_mtp.models.formats.claims import Claims
 from compiled_mtp.models.formats.weight import AGAIN, FLOATS, PackedWeight
-from compiled_mtp.models.headers import Header
 
 _KINDS = {"F8_E4M3": "FP8", "I8": "int8"}
 
@@ -26,12 +25,8 @@ class ScaledBytes(PackedWeight):
     """A linear in FP8 or int8 with a factor per row or per tensor."""
 
     required: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": tuple(_KINDS), "weight_scale": FLOATS}
+    marked: ClassVar[Mapping[str, tuple[str, ...]]] = {"weight": tuple(_KINDS), "weight_scale": ()}
     unread = ("input_scale",)
-
-    @classmethod
-    def marks(cls, parts: Mapping[str, Header]) -> bool:
-        """Whether `weight` is FP8 or int8 and `weight_scale` is stored."""
-        return "weight" in parts and parts["weight"].dtype in _KINDS and "weight_scale" in parts
 
     @property
     def dtype(self) -> str:

@@ -27,12 +27,14 @@ class PackedWeight(ABC):
     """The weight [N, K] of a linear whose values follow from several stored tensors.
 
     required, optional: the last parts of these tensors' names, each with the dtypes that it may have; the
-    first tensor marks the linear as quantised. unread: last parts of names of tensors that change no value.
+    first tensor marks the linear as quantised. marked: the tensors that show the format, each with its
+    dtypes, () for any; empty for `required`. unread: last parts of names of tensors that change no value.
     Raises ValueError, from names, shapes and dtypes alone, for tensors that do not belong together.
     """
 
     required: ClassVar[Mapping[str, tuple[str, ...]]]
     optional: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    marked: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     unread: ClassVar[Collection[str]] = ()
 
     def __init__(self, parts: Mapping[str, Header], claims: Claims) -> None:
@@ -51,9 +53,10 @@ class PackedWeight(ABC):
         self.shape = self.measure(claims)
 
     @classmethod
-    @abstractmethod
     def marks(cls, parts: Mapping[str, Header]) -> bool:
         """Whether a linear with these stored tensors, by the last parts of their names, has this format."""
+        wanted = (cls.marked or cls.required).items()
+        return all(s in parts and (not dtypes or parts[s].dtype in dtypes) for s, dtypes in wanted)
 
     @property
     @abstractmethod
