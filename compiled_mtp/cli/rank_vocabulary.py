@@ -82,7 +82,7 @@ def _rank(flags: argparse.Namespace) -> int:
     check(can_write, "output", "be a file in a directory that exists", flags.output, "make the directory")
     config = EngineConfig(model=flags.model)
     model = find_checkpoint(config.model, is_offline=config.offline)
-    remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub such as Qwen/Qwen3.5-4B"
     is_one = model.is_dir() or model.suffix == ".gguf"
     check(is_one, "model", "be a GGUF file or a directory", model, remedy)
     tokenizer = Tokenizer(model)

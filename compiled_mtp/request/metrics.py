@@ -53,7 +53,7 @@ class RequestMetrics(NamedTuple):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache held."""
+        """Tokens of the prompt that came from the prefix cache."""
         return self.history.cached_tokens
 
     @property
@@ -94,7 +94,7 @@ class RequestMetrics(NamedTuple):
 
     @property
     def drafted_by_index(self) -> list[int]:
-        """[mtp_step] Rounds that had a draft i + 1 of a chain to verify, for each i."""
+        """[mtp_step] Rounds that verified draft i + 1 of a chain, for each i."""
         return _at_least(self._count_rounds(0)[1])[: self.history.mtp_step]
 
     @property
@@ -104,12 +104,12 @@ class RequestMetrics(NamedTuple):
 
     @property
     def lookup_drafted(self) -> int:
-        """Drafts of these rounds."""
+        """Drafts of the `lookup_rounds`."""
         return sum(_at_least(self._count_rounds(LOOKED_UP)[1]))
 
     @property
     def lookup_accepted(self) -> int:
-        """Kept drafts of these rounds."""
+        """Kept drafts of the `lookup_rounds`."""
         return sum(_at_least(self._count_rounds(LOOKED_UP)[0]))
 
     def _count_rounds(self, source: int) -> tuple[list[int], list[int]]:
