@@ -3,11 +3,11 @@
     compiled-mtp rank-vocabulary --model Qwen/Qwen3.5-4B --top 32768 --output ids.txt corpus/*.txt
     compiled-mtp run --model Qwen/Qwen3.5-4B --draft-vocab ids.txt --prompt-file prompts.jsonl
 
-Drafts are then chosen from those ids and the eos ids alone. A draft reads fewer rows of the head and is
-cheaper; where the target draws another id, the draft is rejected, and no token changes. The text should be
-like the text that will be generated: a model's answers are better than its prompts. Directories are searched
-for --suffix. Ids that do not occur are left out. Prints one JSON line: how many ids occurred, and the share
-of all tokens that the written ids cover.
+Drafts are then chosen only from those ids and the eos ids. A draft reads fewer rows of the head and is
+cheaper; where the target draws another id, the draft is rejected, and no token changes. Use text of the kind
+that the model will generate: its answers are better than its prompts. In directories, files that end in
+--suffix are read. Ids that do not occur are left out. Prints one JSON line: how many ids occurred, and the
+share of all tokens that the written ids cover.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class WeightControl:
         try:
             self._tidy()
             self._check_open()
-            asleep = self.runner.is_asleep
-            check(not asleep, "engine", "be awake for an update", "one that sleeps", "pass it to wake_up")
+            is_awake, remedy = not self.runner.is_asleep, "give the weights to wake_up"
+            check(is_awake, "engine", "be awake for an update", "one that sleeps", remedy)
             update = self.runner.check_update(source)
             held = self.scheduler.hold_new()
             try:
