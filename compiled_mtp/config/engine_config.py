@@ -147,7 +147,7 @@ class EngineConfig(BaseSettings):
     )
     tensor_parallel: int = Field(
         default=1,
-        description="processes that hold the model together, 1, 2, 4 or 8; no token depends on it",
+        description="processes that share the model, 1, 2, 4 or 8; no token depends on it",
     )
     communicator: Literal["auto", "symmetric", "nccl", "gloo"] = Field(
         default="auto",

@@ -48,7 +48,7 @@ class SamplingParams(BaseModel):
     temperature: float = Field(default=1.0, description=f"0 (greedy) to 2; {_ELSE} 1.0")
     top_k: int = Field(default=0, description=f"keep the k likeliest tokens, 0 or -1 is off; {_ELSE} 0")
     top_p: float = Field(
-        default=1.0, description=f"keep the likeliest tokens that hold this probability; {_ELSE} 1.0"
+        default=1.0, description=f"keep the likeliest tokens up to this total probability; {_ELSE} 1.0"
     )
     min_p: float = Field(
         default=0.0, description=f"drop tokens below this fraction of the likeliest one; {_ELSE} 0"
