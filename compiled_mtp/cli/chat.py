@@ -62,12 +62,12 @@ def make_parser() -> Parser:
         prog="compiled-mtp chat",
         usage="%(prog)s [flags]",
         description=f"Talk with a checkpoint that has a chat template: {_HELP}.",
-        epilog="The default of max_tokens is the room left in the context.",
     )
     parser.add_argument(
         "--system", metavar="TEXT", help="system message at the beginning of the conversation"
     )
     add_fields(parser, "sampling", SamplingParams, skip=_SKIPPED, common=COMMON_SAMPLING)
+    parser.describe("--max-tokens", "most tokens of an answer; default: the room left in the context")
     skip = SamplingParams.model_fields
     add_fields(parser, "engine", EngineConfig, skip=skip, common=COMMON_ENGINE)
     return parser
