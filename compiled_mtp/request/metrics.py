@@ -35,8 +35,8 @@ class RequestHistory:
 class RequestMetrics(NamedTuple):
     """Counts and times of one request up to the output that carries them; ratios are in `spec.stats`.
 
-    It does not change while the request goes on. rounds counts verify rounds. rounds and output_tokens leave
-    out what a stop cut off; the first output token comes from prefill, the others from the rounds. Times are
+    It is a snapshot: later steps make new ones. rounds counts verify rounds. rounds and output_tokens leave
+    out tokens after a stop; the first output token comes from prefill, the others from the rounds. Times are
     seconds from the request's arrival; total_s is the time of its last token, or of its end. Each step makes
     one for each request, so the expensive counts are computed on demand.
     """
