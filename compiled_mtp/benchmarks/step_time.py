@@ -1,4 +1,4 @@
-"""Time the whole draft-and-verify step of a released shape, in units of the time its bytes need.
+"""Time the whole draft-and-verify step of a released shape, and compare it with the time for its bytes.
 
     compiled-mtp bench step --shape 4b --mtp-step 0,3 --batch 1,8,32
     compiled-mtp bench step --shape 27b --mtp-step 3 --batch 1 --context 131072 --graph-mode uncompiled
