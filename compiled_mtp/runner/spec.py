@@ -57,8 +57,8 @@ def _format_names(formats: Formats) -> Mapping[str, str]:
     return {name: form.name for name, form in sorted(formats.items())}
 
 
-def _draft_weights(plan: DraftPlan) -> Mapping[str, int | bool | None]:
-    names = ("num_ids", "has_fp8_head", "has_fp8_linears")
+def _draft_weights(plan: DraftPlan) -> Mapping[str, int | str | None]:
+    names = ("num_ids", "head", "has_fp8_linears")
     return {name: getattr(plan, name) for name in names}
 
 
