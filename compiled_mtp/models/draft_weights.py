@@ -191,11 +191,8 @@ def plan_drafts(
     if asked == "weights" or (asked == "auto" and (dtype != torch.bfloat16 or not (reads_fp8 or reads_int4))):
         return DraftPlan(ids)
     if asked == "float8_e4m3fn":
-        rule, remedy = (
-            "be auto, int4 or weights on this GPU",
-            "its kernels need compute capability 8.9, pass auto",
-        )
-        check(reads_fp8 or is_cpu, "draft_dtype", rule, asked, remedy)
+        remedy = "its kernels need compute capability 8.9, pass auto"
+        check(reads_fp8 or is_cpu, "draft_dtype", "be auto, int4 or weights on this GPU", asked, remedy)
     elif asked == "int4":
         limit = "its kernels need compute capability 8.0 and bfloat16, pass auto"
         check(reads_int4 or is_cpu, "draft_dtype", "be auto or weights on this GPU", asked, limit)
