@@ -212,8 +212,8 @@ def plan_drafts(
         rule = (
             f"be float8_e4m3fn, auto or weights for {model.vocab_size // world} rows of {model.hidden_size}"
         )
-        remedy = f"int4 takes multiples of {int4.ROWS} rows and of {int4.UNIT} columns"
-        check(in_int4 is not None, "draft_dtype", rule, asked, remedy)
+        multiples = f"int4 takes multiples of {int4.ROWS} rows and of {int4.UNIT} columns"
+        check(in_int4 is not None, "draft_dtype", rule, asked, multiples)
         return in_int4 or layer
     plans = [in_fp8] if reads_fp8 else []
     if in_int4 is not None and reads_int4:
