@@ -30,6 +30,12 @@ def is_affine(kind):
 
 
 @gluon.constexpr_function
+def is_fp4(kind):
+    """Whether codes are e2m1."""
+    return kind in ("NVFP4", "MXFP4")
+
+
+@gluon.constexpr_function
 def _subtracted(less):
     """The end of a program: 128 + less is subtracted from two bfloat16 numbers in `field`."""
     minus = 0xC300 + less
@@ -297,7 +303,7 @@ def constraints_of(kind):
     """The registers of `program_of`: words of two columns, then scales or zero points that it applies."""
     words = 2 if kind in ("Q5_K", "Q6_K", "IQ4_XS") else 1
     scales = {"Q4_K": 4, "Q5_K": 4, "Q6_K": 0, "Q4_0": 0}.get(kind, 2)
-    number = "r" if is_int4(kind) or kind in ("NVFP4", "MXFP4") else "f"
+    number = "r" if is_int4(kind) or is_fp4(kind) else "f"
     return ",".join(["=&r", *["r"] * words, *[number] * scales])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from compiled_mtp.ops.blocks import KINDS
+from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.k_splits import NARROW_ROWS
 
 # Of an H100's and an H200's 132 processors: of fewer programs a tile is too large.
@@ -17,6 +19,16 @@ GROUP_ROWS = 64
 
 # Of an H100 and an H200.
 PROCESSORS = 132
+# Registers of a processor, and the shared memory that it keeps for itself in each program.
+REGISTERS, RESERVED_BYTES = 1 << 16, 1024
+# Kinds whose codes take the most instructions.
+SLOW_KINDS = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+# A K split of at most so many units is short.
+SHORT_UNITS = 8
+# With fewer programs a processor has too few warps.
+LEAST_PROGRAMS = 4
+# Cutting tasks costs more than processors lose that are idle for less than this share.
+CUT_WASTE = 1.15
 # Cycles of a large-M product on an H200: of a round of tasks besides those of its units, and what programs
 # that cut tasks take longer, for each row of a tile.
 START_CYCLES, CUT_CYCLES = 8_000, (4_000, 80)
@@ -43,6 +55,13 @@ class LeftForm:
     def scale_words(self) -> int:
         """Words of 32 bits that hold the scales of a unit of a row."""
         return self.fields if is_int4(self) else (self.fields + 1) // 2
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of 32 bits into which a program of `left_kernel` decodes the scales of a unit of a row."""
+        if is_int4(self):
+            return 2 * self.fields
+        return 8 if self.kind in ("Q4_K", "Q5_K", "Q6_K") else 4
 
     def constants(self) -> dict[str, Any]:
         """The kernels' arguments of these names."""
@@ -74,7 +93,8 @@ class LeftTile:
     """One launch configuration of `left_kernel`.
 
     A tile has `block_m` rows and `block_n` weight rows, one or more blocks of 16 for each warp. chunk: units
-    that a stage of shared memory holds. ahead: chunks whose scales are loaded early.
+    that a stage of shared memory holds. ahead: chunks whose scales are loaded early. per_processor: programs
+    of a processor that share more tasks than these evenly; 0: a program has one task.
     """
 
     block_m: int
@@ -83,10 +103,17 @@ class LeftTile:
     chunk: int
     num_stages: int
     ahead: int = 1
+    per_processor: int = 0
+
+    @property
+    def most_registers(self) -> int:
+        """Registers of a thread with which `per_processor` programs fit."""
+        return min(255, REGISTERS // (32 * self.num_warps * self.per_processor) // 8 * 8)
 
     def shared_bytes(self, form: LeftForm) -> int:
-        """Shared memory of a program: rows in bfloat16, words."""
-        return self.num_stages * self.chunk * (self.block_m * 256 + self.block_n * 2 * form.words)
+        """Shared memory of a program: rows in bfloat16, words, and a chunk's scales."""
+        copied = self.num_stages * (self.block_m * 256 + self.block_n * 2 * form.words)
+        return self.chunk * (copied + self.block_n * 4 * form.numbers)
 
 
 @dataclass(frozen=True)
@@ -144,24 +171,55 @@ def is_int4(form: LeftForm) -> bool:
     return form.kind.startswith("INT4")
 
 
-def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm) -> LeftTile:
+def programs_that_fit(tile: LeftTile, form: LeftForm, device: Device) -> int:
+    """Programs of `left_kernel` that the shared memory of a processor holds."""
+    return (device.shared_bytes + RESERVED_BYTES) // (tile.shared_bytes(form) + RESERVED_BYTES)
+
+
+def left_tile(rows: int, n: int, split: int, gated: bool, form: LeftForm, device: Device) -> LeftTile:
     """The tile for `rows` rows of a weight of `n` rows, whose K `split` programs sum.
 
-    Measured at 27B's sizes, on an H200 with 4 and 16 rows and on an H100 with 32 to 128.
+    Measured on an H200 in stacks of 27B's, 9B's and 4B's layers with 4, 16 and 32 rows; 64 and 128 rows on an
+    H100.
     """
-    if rows <= 8:
-        if not gated and -(-n // 64) * split < 4 * MIN_PROGRAMS:
-            return LeftTile(8, 32, 2, 4, 3)
-        # Alone, tiles of 32 weight rows are faster for gated int4 products too. In a step they take the
-        # shared memory in which the next product would load its first weights.
-        return LeftTile(8, 64 if is_int4(form) else 32, 2, 2, 3)
     if rows > 32:
         return LeftTile(64, 128, 4, 1, 3)
-    block_m, stages = (16, 4) if rows <= 16 else (32, 3)
-    if gated or (block_m == 16 and split == 1 and is_int4(form)):
-        return LeftTile(block_m, 64, 2, 1, stages)
-    block_n = 32 if -(-n // 64) * split < MIN_PROGRAMS else 64
-    return LeftTile(block_m, block_n, block_n // 16, 1, stages)
+    tasks = -(-n // 64) * split
+    each = math.ceil(tasks / device.num_processors)
+    if rows > 16:
+        if tasks < MIN_PROGRAMS:
+            return LeftTile(32, 32, 2, 1, 4)
+        is_slow = form.kind in SLOW_KINDS or device.arch != "sm_90"
+        return LeftTile(32, 64, 4, 1, 4) if is_slow else LeftTile(32, 64, 4, 2, 2)
+    if rows > 8:
+        if tasks < MIN_PROGRAMS and not gated:
+            return LeftTile(16, 32, 2, 1, 4)
+        large, small = LeftTile(16, 64, 4, 2, 3), LeftTile(16, 64, 2, 1, 4)
+        if split > 1:
+            return large if programs_that_fit(large, form, device) >= each else small
+    else:
+        tile = LeftTile(8, 32, 2, 4, 3)
+        at_once = programs_that_fit(tile, form, device) * device.num_processors
+        if split == 1 and not gated and -(-n // tile.block_n) <= at_once:
+            return tile
+        large, small = LeftTile(8, 64, 4, 2, 3), LeftTile(8, 32, 2, 2, 3)
+    tile = large if programs_that_fit(large, form, device) >= min(LEAST_PROGRAMS, each) else small
+    if device.arch != "sm_90":
+        return tile
+    return replace(tile, per_processor=shared_programs(tile, n, split, form, device))
+
+
+def shared_programs(tile: LeftTile, n: int, split: int, form: LeftForm, device: Device) -> int:
+    """How many programs of a processor share the tasks of one tile of rows evenly; 0: a program has one task.
+
+    Whole tasks leave processors idle: some have one task fewer than others, and where more tasks than fit at
+    once run in rounds, the last round may have few.
+    """
+    each = -(-n // tile.block_n) * split / device.num_processors
+    fitting = programs_that_fit(tile, form, device)
+    most = math.ceil(each)
+    rounds = most if most <= fitting else -(-most // fitting) * fitting
+    return min(fitting, int(each)) if each >= 2 and rounds > CUT_WASTE * each else 0
 
 
 # Tiles of at most 8 and 16 rows on Hopper.
@@ -177,7 +235,7 @@ def few_rows_tile(
     where `left_kernel` is faster in a step.
 
     That is so for K splits, whose tasks are short, for weights of few rows, and for kinds whose codes take
-    many instructions.
+    many instructions: of NVFP4's weights only one round of tasks is faster here.
     """
     few, more = FEW_ROWS_TILES
     tasks = -(-n // (few.groups * GROUP_ROWS))
@@ -185,7 +243,7 @@ def few_rows_tile(
         return None
     if rows <= few.block_m:
         return few if is_int4(form) and tasks > processors else None
-    return more if tasks >= FEW_ROWS_TASKS else None
+    return more if tasks >= FEW_ROWS_TASKS and (is_int4(form) or tasks <= processors) else None
 
 
 # Tiles of large-M products: of kinds with one scale a unit, which multiplies its sum, of kinds that scale
@@ -232,4 +290,6 @@ def hopper_tile(
     """The tile of `left_large_m_kernel` for any number of rows; None where `left_kernel` is faster."""
     if rows <= NARROW_ROWS:
         return few_rows_tile(rows, n, split, form, processors)
+    if rows <= 32 and split > 1 and (form.kind in SLOW_KINDS or units <= SHORT_UNITS):
+        return None
     return large_m_tile(rows, n, split, units, form, processors)

@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 
 from compiled_mtp.ops.left_assembly import IQ4_BYTES, constraints_of, is_affine, is_int4, program_of
 from compiled_mtp.ops.left_operand import as_float, spread, weight_row
-from compiled_mtp.ops.left_scales import affine_of, fp4_scale, minus_zero_point, scale_of
 
 
 @gluon.jit
@@ -58,32 +57,21 @@ def numbers_of(words):
 
 
 @gluon.jit
-def decode_part(codes, fields, PART: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr):
+def decode_part(codes, scales, PART: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr):
     """Part PART of a unit, WIDTH neighbouring columns, as bfloat16 [BN, WIDTH]: values, or the numbers of
     codes where the kind scales sums.
 
-    codes: as `load_codes` returns them. fields: the words of the unit's scales, each [BN] int32.
+    codes: as `load_codes` returns them. scales: as `value_scales` has them for the part's columns.
     """
-    SLICE: gl.constexpr = PART * WIDTH // 32
-    HALF: gl.constexpr = PART * WIDTH % 32 // 16
     if KIND == "Q8_0":
-        words = codes[SLICE // 2]
+        words = codes[PART * WIDTH // 64]
     else:
-        words = codes[HALF]
-    if is_int4(KIND):
-        inputs = (words, spread(minus_zero_point(fields[SLICE * len(fields) // 4]), words))
-    elif KIND == "Q4_0":
-        inputs = (words,)
-    elif KIND == "Q6_K":
-        inputs = (words, codes[2])
-    elif KIND == "NVFP4" or KIND == "MXFP4":
-        inputs = (words, spread(fp4_scale(fields, SLICE, HALF, KIND), words))
-    elif is_affine(KIND):
-        s, o = affine_of(fields, SLICE, KIND)
-        s, o = spread(s, words), spread(o, words)
-        inputs = (words, s, o) if KIND == "Q4_K" else (words, codes[2], s, o)
-    else:
-        inputs = (words, spread(scale_of(fields, SLICE, HALF, KIND), words))
+        words = codes[PART * WIDTH % 32 // 16]
+    inputs = (words,)
+    if KIND == "Q5_K" or KIND == "Q6_K":
+        inputs += (codes[2],)
+    for index in gl.static_range(len(scales)):
+        inputs += (spread(scales[index], words),)
     return gl.inline_asm_elementwise(
         program_of(KIND, PART), constraints_of(KIND), inputs, dtype=gl.bfloat16, is_pure=True, pack=2
     )

@@ -21,10 +21,11 @@ def launch_left_product(
     device = device_of(x.device.index)
     if rows > 0 and device.arch == "sm_90" and is_describable(x):
         units = x.shape[1] // UNIT // k_splits
-        tile = hopper_tile(rows, n, k_splits, units, weight.form, device.num_processors)
-        if tile is not None:
-            return launch_left_large_m(tile, x, weight, k_splits, dtype, gated)
-    return launch_left(left_tile(rows, n, k_splits, gated, weight.form), x, weight, k_splits, dtype, gated)
+        large = hopper_tile(rows, n, k_splits, units, weight.form, device.num_processors)
+        if large is not None:
+            return launch_left_large_m(large, x, weight, k_splits, dtype, gated)
+    tile = left_tile(rows, n, k_splits, gated, weight.form, device)
+    return launch_left(tile, x, weight, k_splits, dtype, gated)
 
 
 def launch_left_partials(

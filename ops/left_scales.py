@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from compiled_mtp.ops.left_assembly import fp4_scale_program, is_int4
+from compiled_mtp.ops.left_assembly import fp4_scale_program, is_affine, is_fp4, is_int4
 from compiled_mtp.ops.left_operand import as_float
 
 
@@ -203,3 +203,19 @@ def fp4_scale(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexp
     return gl.inline_asm_elementwise(
         fp4_scale_program(KIND, index), "=&r,r", [word], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def value_scales(fields, SLICE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr):
+    """What the values of a slice's columns, or of one half of them, need besides codes, each [BN]: the
+    operands of ops.left_assembly.program_of behind the words."""
+    if is_int4(KIND):
+        return (minus_zero_point(fields[SLICE * len(fields) // 4]),)
+    elif is_affine(KIND):
+        return affine_of(fields, SLICE, KIND)
+    elif is_fp4(KIND):
+        return (fp4_scale(fields, SLICE, HALF, KIND),)
+    elif KIND == "Q4_0" or KIND == "Q6_K":
+        return ()
+    else:
+        return (scale_of(fields, SLICE, HALF, KIND),)

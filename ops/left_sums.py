@@ -10,7 +10,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from compiled_mtp.ops.left_decode import decode_part, finish, load_codes
 from compiled_mtp.ops.left_operand import spread, store_tile, weight_row
-from compiled_mtp.ops.left_scales import fields_of, load_fields, own_fields, scale_of, words_of_scales
+from compiled_mtp.ops.left_scales import (
+    fields_of,
+    load_fields,
+    own_fields,
+    scale_of,
+    value_scales,
+    words_of_scales,
+)
 from compiled_mtp.ops.persistent_slots import await_flag, keep, load_slot, set_flag, store_slot, sums_layout
 
 
@@ -52,7 +59,8 @@ def add_chunk(
         own = own_fields(fields[unit * PER_UNIT : (unit + 1) * PER_UNIT], row, FIELDS, KIND)
         for part in gl.static_range(COUNT):
             columns = own_x.slice(part * WIDTH, WIDTH, 1).permute([1, 0])
-            decoded = decode_part(codes, own, part, WIDTH, KIND)
+            scales = value_scales(own, part * WIDTH // 32, part * WIDTH % 32 // 16, KIND)
+            decoded = decode_part(codes, scales, part, WIDTH, KIND)
             if PARTS == 0:
                 sums = warpgroup_mma(decoded, columns, sums, is_async=True)
             else:

@@ -44,6 +44,10 @@ class Shared:
     def load(self, layout: Any) -> torch.Tensor:
         return self.values.clone()
 
+    def store(self, values: torch.Tensor) -> None:
+        assert list(values.shape) == self.shape
+        self.values.copy_(values)
+
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.values.permute(order))
 

@@ -17,6 +17,7 @@ HOPPER = Device("sm_90", 227 * 1024, True, True, 132)
 # Functions that reinterpret bits.
 INSTEAD = {
     "as_float": lambda bits: bits.to(torch.int32).view(torch.float32),
+    "as_bits": lambda number: number.view(torch.int32),
     "half_in": lambda word, high: (word >> 16 * high).to(torch.int16).view(torch.float16).float(),
 }
 
@@ -29,7 +30,12 @@ class OnCpu:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(
-            *args: Any, num_warps: int, launch_pdl: bool, enable_fp_fusion: bool, **given: Any
+            *args: Any,
+            num_warps: int,
+            launch_pdl: bool,
+            enable_fp_fusion: bool,
+            maxnreg: int = 0,
+            **given: Any,
         ) -> None:
             named = dict(zip(self.kernel.arg_names, args, strict=False))
             gluon_on_cpu.run(self.kernel, (*grid, 1)[:2], num_warps, INSTEAD, **named, **given)

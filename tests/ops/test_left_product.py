@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_mtp.ops import left_config, left_large_m, left_launch
+from compiled_mtp.ops import left_config, left_large_m, left_launch, left_product
 from compiled_mtp.ops.blocks import KINDS, pack, pack_scales
 from compiled_mtp.ops.counters import zero_counters
 from compiled_mtp.ops.int4 import dequantize, pack_groups
@@ -33,6 +33,8 @@ from compiled_mtp.ops.linear_w4a16.kernel import left_weight
 from tests.ops.left_on_cpu import HOPPER, put_on_cpu
 from tests.ops.test_linear_blocks import random_fields
 
+# The smallest shared memory of a supported GPU.
+SMALL = replace(HOPPER, arch="sm_86", shared_bytes=99 * 1024)
 INT4 = {f"int4 g{128 // groups}": groups for groups in (1, 2, 4)}
 NAMES = (*KINDS, *INT4)
 
@@ -110,6 +112,26 @@ def test_tasks_that_programs_cut_have_the_same_bits(
         assert not zero_counters(x.device).any()
 
 
+# Programs that begin and end within a task, and one with more than two tasks; chunks that do not divide the
+# units.
+@pytest.mark.parametrize("name", ["NVFP4", "Q4_K", "Q6_K", "int4 g128"])
+@pytest.mark.parametrize(("programs", "gated"), [(4, True), (5, False)])
+def test_shares_of_few_rows_have_the_same_bits(
+    name: str, programs: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(HOPPER, num_processors=1)
+    monkeypatch.setattr(left_product, "device_of", lambda index: own)
+    n, units, split, rows = (160, 5, 1, 9) if gated else (80, 3, 2, 9)
+    x, weight = rows_in_nan(rows, 128 * units * split), random_weight(name, n, 128 * units * split)
+    whole = launch_left(LeftTile(8, 32, 2, 2, 3), x, weight, split, torch.float32, gated)
+    for tile in (LeftTile(8, 32, 2, 2, 3), LeftTile(16, 32, 2, 1, 4)):
+        shared = replace(tile, per_processor=programs)
+        assert programs < -(-rows // tile.block_m) * -(-n // tile.block_n) * split
+        got = launch_left(shared, x, weight, split, torch.float32, gated)
+        assert torch.equal(got, whole), tile
+        assert not zero_counters(x.device).any()
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_each_number_of_rows_has_the_same_bits_in_the_kernel_that_is_chosen(
     gated: bool, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +161,8 @@ def test_each_number_of_rows_has_the_same_bits_in_the_kernel_that_is_chosen(
         ("int4 g128", 34816, 1, (8, 16)),
         ("int4 g32", 18432, 1, (8, 16)),
         ("int4 g128", 16384, 1, (None, 16)),
-        ("NVFP4", 34816, 1, (None, 16)),
+        ("NVFP4", 34816, 1, (None, None)),
+        ("NVFP4", 16384, 1, (None, 16)),
         ("int4 g128", 10240, 1, (None, 16)),
         ("int4 g128", 8192, 1, (None, None)),
         ("int4 g128", 34816, 8, (None, None)),
@@ -153,6 +176,61 @@ def test_few_rows_take_the_kernel_that_was_faster(
         for count in rows:
             tile = few_rows_tile(count, n, split, form_named(name))
             assert (tile and tile.block_m) == height, count
+
+
+# 27B's gate and up, qkvz, down and out, and 4B's gate and up, on an H200.
+@pytest.mark.parametrize(
+    ("name", "rows", "n", "split", "tile"),
+    [
+        # 544 tasks are 4.12 for each processor: five take a fifth longer than equal shares.
+        ("Q4_K", 4, 34816, 1, LeftTile(8, 64, 4, 2, 3, per_processor=4)),
+        ("Q4_K", 16, 34816, 1, LeftTile(16, 64, 4, 2, 3, per_processor=4)),
+        ("Q6_K", 16, 34816, 1, LeftTile(16, 64, 2, 1, 4, per_processor=4)),
+        ("Q4_K", 4, 18432, 1, LeftTile(8, 64, 4, 2, 3, per_processor=2)),
+        # 640 tasks are 4.85: five of Q4_K fit at once, of Q6_K only four.
+        ("Q4_K", 4, 5120, 8, LeftTile(8, 64, 4, 2, 3)),
+        ("Q6_K", 4, 5120, 8, LeftTile(8, 64, 4, 2, 3, per_processor=4)),
+        ("Q4_K", 16, 5120, 8, LeftTile(16, 64, 2, 1, 4)),
+        ("Q4_K", 16, 2560, 8, LeftTile(16, 64, 4, 2, 3)),
+        ("Q4_K", 32, 5120, 8, LeftTile(32, 64, 4, 1, 4)),
+        # 512 tasks of 32 weight rows fit at once if a code has four bits.
+        ("Q4_K", 4, 16384, 1, LeftTile(8, 32, 2, 4, 3)),
+        ("Q6_K", 4, 16384, 1, LeftTile(8, 64, 4, 2, 3)),
+        ("Q6_K", 4, 1024, 1, LeftTile(8, 32, 2, 4, 3)),
+        ("Q4_K", 16, 16384, 1, LeftTile(16, 64, 4, 2, 3)),
+        ("Q6_K", 16, 16384, 1, LeftTile(16, 64, 4, 2, 3)),
+        ("Q4_K", 16, 1024, 1, LeftTile(16, 32, 2, 1, 4)),
+    ],
+)
+def test_few_rows_take_the_tile_that_was_faster(
+    name: str, rows: int, n: int, split: int, tile: LeftTile
+) -> None:
+    gated = n > 16384
+    assert left_tile(rows, n, split, gated, form_named(name), HOPPER) == tile
+    # Only Hopper was timed with tasks that programs cut.
+    other = replace(HOPPER, arch="sm_100")
+    assert left_tile(rows, n, split, gated, form_named(name), other) == replace(tile, per_processor=0)
+
+
+# K splits of 27B's down and out.
+@pytest.mark.parametrize(
+    ("name", "units", "tile"),
+    [
+        ("Q6_K", 17, LeftTile(32, 64, 4, 1, 4)),
+        ("Q6_K", 6, LeftTile(32, 64, 4, 1, 4)),
+        ("NVFP4", 17, None),
+        ("NVFP4", 6, LeftTile(32, 64, 4, 2, 2)),
+    ],
+)
+def test_k_splits_of_32_rows_take_the_kernel_that_was_faster(
+    name: str, units: int, tile: LeftTile | None
+) -> None:
+    form = form_named(name)
+    for rows in (17, 32):
+        large = hopper_tile(rows, 5120, 8, units, form)
+        assert (large is None) == (tile is not None)
+        assert large or left_tile(rows, 5120, 8, False, form, HOPPER) == tile
+    assert hopper_tile(33, 5120, 8, units, form)
 
 
 @pytest.mark.parametrize("rows", [17, 32, 64, 128, 512])
@@ -188,9 +266,9 @@ def test_whole_numbers_have_exact_sums(groups: int, dtype: torch.dtype) -> None:
 def test_tiles_fit(name: str, split: int, gated: bool) -> None:
     form = form_named(name)
     for rows, n in product((1, 9, 17, 33, 65, 4096), (16, 48, 5120, 34816)):
-        tile = left_tile(rows, n, split, gated, form)
-        # The smallest shared memory of a supported GPU, and Hopper's.
-        assert tile.shared_bytes(form) <= 99 * 1024, (rows, n)
-        assert tile.block_n % (16 * tile.num_warps) == 0, (rows, n)
+        for device in (HOPPER, SMALL):
+            tile = left_tile(rows, n, split, gated, form, device)
+            assert tile.shared_bytes(form) <= device.shared_bytes, (rows, n)
+            assert tile.block_n % (16 * tile.num_warps) == 0, (rows, n)
         large = hopper_tile(rows, n, split, 17, form)
         assert large is None or large.shared_bytes(form) <= 227 * 1024 - 2048, (rows, n)

@@ -122,6 +122,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             (4, down, "parts8"),
             (12, gate_up, "gated"),
             (20, gate_up, "product"),
+            (20, down, "parts8"),
             (50, gate_up, "product"),
             (100, gate_up, "product"),
         ):
