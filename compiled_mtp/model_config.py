@@ -111,7 +111,7 @@ class ModelConfig:
 
     Sizes are numbers of rows, heads or features; dtypes are names ('bfloat16'). A size of a part that the
     family lacks (experts in a dense model) is 0. `family` is a name in models/family.py. `world` is the
-    number of ranks that hold the model together; above 1 the sizes are one rank's, see `shard`.
+    number of ranks that share the model; above 1 the sizes are one rank's, see `shard`.
     four_bit_group: columns per scale of four-bit weights that no checkpoint fills; 0 for weights of another
     kind. scaled_codes: the kind of weights in scaled codes that no checkpoint fills, or Q4_K_M, a mixture.
     max_position_embeddings: the most tokens of a text, with rope scaling.

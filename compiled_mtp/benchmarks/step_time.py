@@ -1,4 +1,4 @@
-"""Time the whole draft-and-verify step of a released shape, in units of the time its bytes need.
+"""Time the whole draft-and-verify step of a released shape, and compare it with the time for its bytes.
 
     compiled-mtp bench step --shape 4b --mtp-step 0,3 --batch 1,8,32
     compiled-mtp bench step --shape 27b --mtp-step 3 --batch 1 --context 131072 --graph-mode uncompiled
@@ -254,7 +254,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--kernels", action="store_true", help="print a step's time by kernel")
     parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="time one GPU, then N")
-    parser.add_argument("--exchange", default="auto", help="of several GPUs: auto, symmetric or nccl")
+    parser.add_argument("--communicator", default="auto", help="of several GPUs: auto, symmetric or nccl")
     parser.add_argument("--beside", type=Path, metavar="FILE", help="saved rows to print next to ours")
     return parser
 
@@ -313,7 +313,7 @@ def config_of(
         # No prompt comes twice: the cache's memory is better used for blocks.
         prefix_cache=False,
         tensor_parallel=ranks,
-        exchange=arguments.exchange if ranks > 1 else "auto",
+        communicator=arguments.communicator if ranks > 1 else "auto",
     )
 
 

@@ -1,13 +1,13 @@
-"""`compiled-mtp inspect`: what a checkpoint's files hold, and how it would run on this machine.
+"""`compiled-mtp inspect`: what a checkpoint's files contain, and how it would run on this machine.
 
     compiled-mtp inspect CHECKPOINT
     compiled-mtp inspect CHECKPOINT --memory-gib 24 --max-batch 4
 
 Prints the family and the sizes, the formats of the weights by kind of module, whether the checkpoint has an
 MTP head, which weights are multiplied out while they are loaded, the memory that the weights take, and the
-slots and tokens that the caches then hold, as an engine with the same flags would have them. Reads only
-headers and scales, not the weights. If the engine would refuse the checkpoint, one line on standard error
-says why, and the exit code is 2.
+slots and tokens that the caches of an engine with the same flags would have. Reads only headers and scales,
+not the weights. If the engine would refuse the checkpoint, one line on standard error says why, and the exit
+code is 2.
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described = (
-        "a directory, a GGUF file, or one of the Hub such as Qwen/Qwen3.5-4B; default: the one that ships"
+        "a directory, a GGUF file, or a repository of the Hub such as Qwen/Qwen3.5-4B; default: the "
+        "checkpoint that ships"
     )
     parser.add_argument("checkpoint", nargs="?", help=described)
     parser.add_argument(
         "--memory-gib",
         type=_gib,
         metavar="N",
-        help="for a GPU of which the engine may take N GiB: a card's size, less about 0.6 for CUDA itself",
+        help="predict for a GPU on which the engine may take N GiB: a card's size, less about 0.6 for CUDA",
     )
     parser.add_argument(
         "--compute-capability",

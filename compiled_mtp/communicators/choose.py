@@ -13,7 +13,7 @@ from compiled_mtp.communicators.gloo import GlooCommunicator
 def join(kind: str, rank: int, world: int, folder: Path, device_type: str) -> Communicator:
     """Connect to the other ranks through `folder`, as `rank`, and return the communicator.
 
-    kind: EngineConfig.exchange. A rank on a GPU makes the GPU of its number the process' current one.
+    kind: EngineConfig.communicator. A rank on a GPU makes the GPU of its number the process' current one.
     """
     if device_type == "cpu":
         return GlooCommunicator(rank, world, folder)

@@ -44,7 +44,7 @@ class Communicator(ABC):
     not, the others wait until they are aborted.
     """
 
-    # The value of EngineConfig.exchange.
+    # The value of EngineConfig.communicator.
     kind = "auto"
     # Whether a prompt's sums before a norm have no K splits, so that a rank cannot compute a partial sum.
     keeps_prompt_rows = False

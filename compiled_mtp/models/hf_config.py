@@ -64,7 +64,8 @@ def _remedy(root: Path) -> str:
         return "the name of a GGUF file must end in .gguf, and a download must be complete"
     if ":" in str(root):  # An address, or llama.cpp's and Ollama's names with a quantisation.
         return "name a repository of the Hub as ORG/NAME, and a GGUF file in it as ORG/NAME/FILE.gguf"
-    return "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    advice = "pass a Hugging Face checkpoint directory, or a repository of the Hub such as Qwen/Qwen3.5-4B"
+    return advice if root.exists() else f"there is no such path, {advice}"
 
 
 def _read_gguf(path: Path) -> ModelConfig:

@@ -98,7 +98,7 @@ def _build(job: RankJob) -> tuple[Runner, Communicator]:
     job.settings.apply()
     own = fingerprint(job.config.model, job.config.lora, has_files=job.fill is None)
     _report(job.report, kind="hello", hello=own)
-    communicator = join(job.config.exchange, job.rank, job.world, job.folder, job.device_type)
+    communicator = join(job.config.communicator, job.rank, job.world, job.folder, job.device_type)
     spec = resolve(job.config, job.model, job.num_valid_ids, is_checkpoint=job.fill is None)
     runner = Runner(spec.of_rank(communicator), None, job.fill, save_to=job.save_to)
     communicator.expect_steps()

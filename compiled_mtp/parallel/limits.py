@@ -34,8 +34,8 @@ def check_ranks(spec: EngineSpec, fill: Fill | None) -> None:
     if device.type == "cpu":
         rule = f"be at most {CPU_K_SPLITS} on a CPU"
         check(world <= CPU_K_SPLITS, "tensor_parallel", rule, world, "use fewer ranks")
-        is_gloo = config.exchange in ("auto", "gloo")
-        check(is_gloo, "exchange", "be auto or gloo on a CPU", config.exchange, "leave it out")
+        is_gloo = config.communicator in ("auto", "gloo")
+        check(is_gloo, "communicator", "be auto or gloo on a CPU", config.communicator, "leave it out")
     spec.model.shard(0, world)
     if device.type == "cuda":
         _check_gpus(spec)
@@ -49,7 +49,9 @@ def _check_gpus(spec: EngineSpec) -> None:
     check(world <= there, "tensor_parallel", rule, world, "use fewer ranks")
     remedy = "leave the first GPU current, and choose GPUs by CUDA_VISIBLE_DEVICES"
     check(device.index == 0, "device", "be the first GPU with several ranks", device, remedy)
-    check(config.exchange != "gloo", "exchange", "be symmetric or nccl on GPUs", "gloo", "leave it out")
+    check(
+        config.communicator != "gloo", "communicator", "be symmetric or nccl on GPUs", "gloo", "leave it out"
+    )
     is_replay = config.graph_mode in ("auto", "replay")
     remedy = "leave it out"
     check(is_replay, "graph_mode", "be replay with several ranks", config.graph_mode, remedy)

@@ -111,7 +111,7 @@ class Ranks:
 
     def __init__(self, spec: EngineSpec, save_to: Path | None, fill: Fill | None = None) -> None:
         self.world = spec.config.tensor_parallel
-        self._communicator_kind, self._device_type = spec.config.exchange, spec.device.type
+        self._communicator_kind, self._device_type = spec.config.communicator, spec.device.type
         self._processes = _Processes(self.world)
         self._end = weakref.finalize(self, self._processes.end)
         try:

@@ -104,8 +104,7 @@ class EngineSpec:
     has_graphs: bool = field(metadata=NOT_TRACED)
     cache: Path | None = field(metadata=NOT_TRACED)
     communicator: Communicator | None = field(
-        default=None,
-        metadata={"traced": lambda communicator: communicator and communicator.kind, "setting": "exchange"},
+        default=None, metadata={"traced": lambda communicator: communicator and communicator.kind}
     )
 
     @property
@@ -287,7 +286,7 @@ def apply(spec: EngineSpec) -> None:
         is_wanted = config.graph_mode not in ("auto", "off") or config.batch_sizes is not None
         logger.log(
             logging.WARNING if is_wanted else logging.INFO,
-            "running uncompiled: on a CPU compile=auto runs only what a graph_cache holds compiled; set "
+            "running uncompiled: on a CPU compile=auto compiles nothing; give a graph_cache, or set "
             "compile=on",
         )
     if spec.device.type == "cuda":

@@ -131,12 +131,14 @@ class Answer:
         """Yield the events of a stream; an error is its last event."""
         head, choices = dict(self._head), self._choices
         has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+        # Every chunk but the last says so then.
+        no_usage = {"usage": None} if has_usage else {}
         if self._is_chat:
             head["object"] = "chat.completion.chunk"
             first = {"role": "assistant", "content": ""}
             for choice in choices:
-                yield _event(head | {"choices": [_chunk(choice, {"delta": first})]})
-        frames = [self._frame(head, choice, has_usage) for choice in choices]
+                yield _event(head | {"choices": [_chunk(choice, {"delta": first})]} | no_usage)
+        frames = [self._frame(head | no_usage, choice) for choice in choices]
         try:
             async for index, output in outputs:
                 choice, frame = choices[index], frames[index]
@@ -153,9 +155,7 @@ class Answer:
                     chunk = head | {"choices": [entry]}
                     if self.body.include_round:
                         chunk["round"] = choice.rounds.take(output)
-                    if has_usage:
-                        chunk["usage"] = None
-                    yield _event(chunk)
+                    yield _event(chunk | no_usage)
         except ApiError as error:
             yield _event(error.body("openai"))
             return
@@ -163,7 +163,7 @@ class Answer:
             yield _event(head | {"choices": [], "usage": self._usage.to_openai()})
         yield b"data: [DONE]\n\n"
 
-    def _frame(self, head: Mapping[str, Any], choice: Choice, has_usage: bool) -> tuple[bytes, bytes] | None:
+    def _frame(self, head: Mapping[str, Any], choice: Choice) -> tuple[bytes, bytes] | None:
         """Return the bytes before and after the text in events that hold only text; None if events hold more.
 
         The text itself goes between them as a JSON string.
@@ -175,7 +175,7 @@ class Answer:
             return None
         text = uuid.uuid4().hex
         said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
-        chunk = {**head, "choices": [_chunk(choice, said)], **({"usage": None} if has_usage else {})}
+        chunk = {**head, "choices": [_chunk(choice, said)]}
         before, after = _event(chunk).split(f'"{text}"'.encode())
         return before, after
 

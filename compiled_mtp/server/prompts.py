@@ -193,7 +193,7 @@ class PromptPool:
             _kill(worker)
             self._workers.discard(worker)
             raise ValueError(
-                f"model must have a tokenizer that can be read, got {self._path}; see its process' output"
+                f"model must have a tokenizer that can be read, got {self._path}; see standard error"
             ) from None
         self._idle.put_nowait(worker)
 

@@ -357,7 +357,8 @@ class _JsonCalls(_Calls):
         if stripped and not stripped.startswith("{"):
             return self._reject_call()
         head = _JSON_HEAD.match(self._text)
-        if head is not None:
+        # An end tag in the name ends the call, as it does if the text is cut behind the tag.
+        if head is not None and _CALL_END not in head.group():
             try:
                 name = json.loads(head.group(1))
                 # Raises UnicodeEncodeError, a ValueError, for lone surrogates, which an answer cannot hold.

@@ -140,7 +140,7 @@ def test_help_is_short_and_help_all_is_whole(
     # Of each field there is one flag, and the common ones come first.
     flags = {"--" + name.replace("_", "-") for name in parser._fields}
     assert [flag for flag in flags if f"  {flag}" not in whole] == []
-    assert [flag for flag in ("--block-size", "--exchange") if flag in short] == []
+    assert [flag for flag in ("--block-size", "--communicator") if flag in short] == []
     assert whole.index("--max-batch") < whole.index("--block-size")
     assert "variable COMPILED_MTP_MODEL" in short
     with pytest.raises(SystemExit) as exit_:

@@ -107,7 +107,7 @@ def wanted(directory: Path, recipe: str, batch: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe", "exchange", "compile", "mtp_step"),
+    ("name", "recipe", "communicator", "compile", "mtp_step"),
     [
         ("dense", "auto", "symmetric", "off", 3),
         ("moe", "auto", "symmetric", "off", 3),
@@ -128,10 +128,15 @@ def wanted(directory: Path, recipe: str, batch: int) -> list[list[int]]:
     ],
 )
 def test_two_gpus_decode_like_one(
-    directories: dict[str, Path], name: str, recipe: str, exchange: str, compile: str, mtp_step: int | str
+    directories: dict[str, Path], name: str, recipe: str, communicator: str, compile: str, mtp_step: int | str
 ) -> None:
     directory = directories[name]
-    options = {"weight_recipe": recipe, "exchange": exchange, "compile": compile, "mtp_step": mtp_step}
+    options = {
+        "weight_recipe": recipe,
+        "communicator": communicator,
+        "compile": compile,
+        "mtp_step": mtp_step,
+    }
     expected = wanted(directory, recipe, BATCH)
     with engine_of(directory, 2, **options) as engine:
         for batch in (1, 3, BATCH):
@@ -166,11 +171,11 @@ def test_ranks_load_an_exports_programs(directories: dict[str, Path], tmp_path: 
     assert counters["stats"]["calls_captured"] == 0
 
 
-@pytest.mark.parametrize("exchange", ["symmetric", "nccl"])
+@pytest.mark.parametrize("communicator", ["symmetric", "nccl"])
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_the_engine(directories: dict[str, Path], exchange: str, ending: int) -> None:
+def test_a_lost_rank_ends_the_engine(directories: dict[str, Path], communicator: str, ending: int) -> None:
     """In seconds, though its peer's kernels wait for it; no process is left."""
-    engine = engine_of(directories["dense"], 2, exchange=exchange, compile="off", mtp_step=1)
+    engine = engine_of(directories["dense"], 2, communicator=communicator, compile="off", mtp_step=1)
     runner = engine.runner
     assert isinstance(runner, LeadRunner)
     process = runner._ranks._processes._by_rank[1]

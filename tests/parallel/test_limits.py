@@ -103,7 +103,11 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
     [
         ({"world": 4}, {}, "^tensor_parallel must be at most the 2 GPUs that are there, got 4; use fewer"),
         ({"current": 1}, {}, "^device must be the first GPU with several ranks, got cuda:1; leave the first"),
-        ({"exchange": "gloo"}, {}, "^exchange must be symmetric or nccl on GPUs, got gloo; leave it out"),
+        (
+            {"communicator": "gloo"},
+            {},
+            "^communicator must be symmetric or nccl on GPUs, got gloo; leave it out",
+        ),
         ({"graph_mode": "reduce-overhead"}, {}, "^graph_mode must be replay with several ranks, got reduce"),
         (
             {"reference_ops": "linear"},
@@ -139,8 +143,10 @@ def test_a_communicator_for_gpus_is_refused_on_a_cpu(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(leader, "Ranks")
-    with pytest.raises(ValueError, match=r"^exchange must be auto or gloo on a CPU, got nccl; leave it out"):
-        Engine(config_of(directory, exchange="nccl"))
+    with pytest.raises(
+        ValueError, match=r"^communicator must be auto or gloo on a CPU, got nccl; leave it out"
+    ):
+        Engine(config_of(directory, communicator="nccl"))
 
 
 def fill_nothing(parameters: Mapping[str, torch.Tensor]) -> None:

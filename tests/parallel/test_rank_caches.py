@@ -120,7 +120,7 @@ def test_ranks_compile_nothing_and_decode_what_one_does_uncompiled(
     checkpoint: Path, second_process: subprocess.Popen[str], graph_cache: Path
 ) -> None:
     key = read_key(graph_cache)
-    assert (key["tensor_parallel"], key["exchange"]) == (2, "gloo")
+    assert (key["tensor_parallel"], key["communicator"]) == (2, "gloo")
     options = SHAPE | {"model": str(checkpoint)}
     given = [options | {"graph_cache": str(graph_cache)}, PROMPT, PARAMS]
     out, errors = second_process.communicate(json.dumps(given), timeout=100)

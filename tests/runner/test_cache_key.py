@@ -74,7 +74,7 @@ def test_the_key_holds_resolved_settings() -> None:
         "lookup": ["mtp", "lookup"],
         "shapes": [[2, 2]],
         "prefill_chunk": 512,
-        "exchange": None,
+        "communicator": None,
         "weight_recipe": None,
         "num_threads": torch.get_num_threads(),
     }

@@ -225,6 +225,8 @@ def test_an_event_of_text_alone_equals_the_general_form(scripted: Any) -> None:
             lines = httpx.post(f"{server.url}/v1/{path}", json=body | fields, timeout=30).text.split("\n\n")
             found.append([json.loads(line.removeprefix("data: ")) for line in lines[:-2]])
         for events in found:
+            # OpenAI: every other chunk has the field too, as null.
+            assert [event["usage"] is None for event in events] == [True] * (len(events) - 1) + [False]
             for event in events:
                 for name in ("id", "created", "round"):
                     event.pop(name, None)

@@ -116,6 +116,12 @@ def test_calls_at_every_cut(form: Any, text: str, content: str, calls: Any, is_t
         ("json", '<tool_call>{"name": "f", "arguments": {"a": [1', "", [("f", '{"a": [1')]),
         ("json", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         ("json", '<tool_call>{"na', '<tool_call>{"na', []),
+        (
+            "json",
+            '<tool_call>{"name": "</tool_call>", "arguments": {}}',
+            '<tool_call>{"name": "</tool_call>", "arguments": {}}',
+            [],
+        ),
         *(
             # Half of a character, which no answer can hold.
             ("json", text, text, [])
