@@ -53,8 +53,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _draft_weights(plan: DraftPlan) -> Mapping[str, int | bool | None]:
-    names = ("num_ids", "has_fp8_head", "has_fp8_linears")
+def _draft_weights(plan: DraftPlan) -> Mapping[str, int | str | None]:
+    names = ("num_ids", "head", "has_fp8_linears")
     return {name: getattr(plan, name) for name in names}
 
 
