@@ -75,12 +75,13 @@ class Observer(Protocol):
 
 
 class AsyncEngine:
-    """Steps an engine in a thread of its own; requests are added, read and aborted from any event loop.
+    """Steps an engine in a thread of its own; any event loop may add, read and abort requests.
 
-    max_open bounds the choices that run or wait, max_image_bytes the pixels of their prepared images, which
-    are kept until the request ends, and stream_buffer the unread outputs of one choice. An engine whose step
-    has run for more than `step_timeout_s` seconds is hung: it takes no request until that step ends. Owns the
-    engine: nothing else may call it, and `close` closes it too.
+    max_open: the most choices that run or wait. max_image_bytes: the most bytes of their pixels, which are
+    kept until a request ends. stream_buffer: the most unread outputs of one choice. step_timeout_s: after a
+    step of so many seconds, the engine counts as hung and refuses requests until that step ends. observer:
+    gets the outputs of each step. The AsyncEngine owns the engine: nothing else may call it, and `close`
+    closes it too. Raises ValueError for a limit below 1.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class AsyncEngine:
 
     @property
     def step_age_s(self) -> float:
-        """Seconds that the running step has taken; 0 while there is nothing to step."""
+        """Seconds since the running step began; 0 while no step runs."""
         return self._watch.age_s
 
     @property
     def num_open(self) -> int:
-        """Choices that run, wait or are about to be added."""
+        """The number of choices that run, wait or are being added."""
         return self._open.num_choices
 
     async def generate(
@@ -143,9 +144,9 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of one request, as `Engine.add_request` takes it. Leaving early aborts it.
+        """Yield the outputs of one request, with the arguments of `Engine.add_request`.
 
-        Raises what `add` and `Stream` raise.
+        Leaving the iterator early aborts the request. Raises what `add` and `Stream` raise.
         """
         stream = await self.add(
             prompt=prompt,
@@ -166,12 +167,12 @@ class AsyncEngine:
     async def add(self, **request: Any) -> Stream:
         """Add one request with the arguments of `Engine.add_request`; return its stream.
 
-        Raises its ValueError, QueueFullError, and EngineStoppedError.
+        Raises ValueError as `Engine.add_request` does, QueueFullError, EngineHungError, EngineStoppedError.
         """
         return (await self.add_all([request]))[0]
 
     async def add_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Stream]:
-        """Add several requests; if one of them is refused, none. Raises as `add`."""
+        """Add several requests, or none if one of them is refused. Raises as `add` does."""
         loop = asyncio.get_running_loop()
         streams = [
             Stream(self._abort, loop, self._stream_buffer, _count_choices(one), count_image_bytes(one))
@@ -193,11 +194,11 @@ class AsyncEngine:
         return streams
 
     async def between_steps(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the engine in the stepping thread, between two steps: `update_weights`, `sleep`,
-        `wake_up`; return its result.
+        """Call a method of the engine (`update_weights`, `sleep`, `wake_up`) in the stepping thread, between
+        two steps; return its result.
 
-        Outputs of requests that end meanwhile come afterwards. No limit of a step's time applies, because the
-        call may decode requests to their ends. Raises what the method raises, and EngineStoppedError.
+        Outputs of requests that end during the call come after it. `step_timeout_s` does not apply, because
+        the call may decode requests to their ends. Raises what the method raises, and EngineStoppedError.
         """
         done: Future[Any] = Future()
 
@@ -224,7 +225,8 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests, wait for the open ones, and close; return whether all of them ended.
 
-        After `timeout_s` seconds the others end with EngineStoppedError, after the outputs that they have.
+        After `timeout_s` seconds, the streams that are still open yield their last outputs and then raise
+        EngineStoppedError.
         """
         self._closing = EngineStoppedError("the server is shutting down; try another or later")
         deadline = time.monotonic() + timeout_s
@@ -239,9 +241,9 @@ class AsyncEngine:
         self._watch.check()
 
     def close(self) -> None:
-        """End the thread and the engine, from any thread; open streams raise EngineStoppedError.
+        """End the thread and the engine; open streams raise EngineStoppedError. Any thread may call it.
 
-        A step that hangs is abandoned: its thread closes the engine if the step ever ends.
+        It does not wait for a step that hangs: that step's thread closes the engine if the step ever ends.
         """
         with self._lock:
             if self._stopped is None:

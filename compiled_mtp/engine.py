@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out. `StepLoop` holds the order of a step, this file the calls of users."""
+"""Engine: requests in, tokens out. This file has the calls of users, `StepLoop` the order of a step."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ from compiled_mtp.vision.images import ImageInput
 
 
 class Engine(WeightControl):
-    """Decodes requests of one checkpoint, together, a step at a time.
+    """Decodes the requests of one checkpoint together, step by step.
 
-    One thread at a time steps, generates or closes; any thread may call `add_request`, `abort`,
-    `has_unfinished_requests` and `stats`, while another steps. `progress(what, done, total)` is called while
-    weights are read, shapes compiled, long prompts prefilled and `generate`'s requests finished. Instead of
-    an EngineConfig, its fields may be given: the model, a directory or a repository of the Hugging Face Hub,
-    as `config`, the others by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). `frontend`: the result of
-    `open_frontend` for the same config, which the engine owns from then on. `fill` writes the weights in
-    place of the checkpoint's loader (benchmarks). `save_to` is passed to the `Runner`. `with` closes the
-    engine at its end. Raises ValueError for a config or checkpoint that does not fit, before any request
-    exists.
+    config: an EngineConfig; or the model, a directory or a repository of the Hugging Face Hub, with other
+    fields of EngineConfig by name, as in Engine("Qwen/Qwen3.5-4B", mtp_step=3). progress: called as
+    `progress(what, done, total)` while the engine reads weights, compiles shapes, prefills long prompts and
+    finishes the requests of `generate`. frontend: the result of `open_frontend` for the same config; the
+    engine owns it. fill: writes the weights instead of the checkpoint's loader, for benchmarks. save_to: see
+    `Runner`.
+
+    Only one thread at a time may step, generate or close; any thread may call `add_request`, `abort`,
+    `has_unfinished_requests` and `stats` meanwhile. A `with` statement closes the engine at its end. Raises
+    ValueError for a wrong config or checkpoint.
     """
 
     def __init__(
@@ -126,17 +127,17 @@ class Engine(WeightControl):
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request and return its id. Exactly one of prompt, prompt_token_ids and messages is given.
+        """Queue a request and return its id. Give exactly one of prompt, prompt_token_ids and messages.
 
-        `images`: those of the `<|image_pad|>` tokens of the prompt, in order, or of the content parts
-        {"type": "image"} of the messages; a part may also hold its own, as {"type": "image", "image": ...}.
-        They are decoded here, in the caller's thread.
-        A request of lower `priority` starts sooner, and is preempted later when blocks run short. The outputs
-        of each of `params.n` choices carry its index. Grammars are compiled here, in the caller's thread.
-        Fields of `params` that were not set come from the checkpoint's generation_config.json. Any thread,
-        and a signal handler, may call it. Raises ValueError, and queues nothing, for a prompt that is empty
-        or too long, an id or a parameter out of range, a grammar that cannot be compiled, and a request_id
-        that is empty or in use.
+        params: fields that are not set come from the checkpoint's generation_config.json. The outputs of each
+        of `params.n` choices have its index. images: for the `<|image_pad|>` tokens of the prompt, in order,
+        or for the content parts {"type": "image"} of the messages; a part may also have an image of its own,
+        as {"type": "image", "image": ...}. priority: a lower number starts sooner, and is preempted later
+        when blocks run short.
+
+        Any thread, and a signal handler, may call it; it decodes images and compiles grammars in that thread.
+        Raises ValueError, and queues nothing, for a prompt that is empty or too long, an id or a parameter
+        out of range, a grammar that cannot be compiled, and a request_id that is empty or in use.
         """
         self._check_open()
         check_type("request_id", request_id, str, "leave it out for a new id")
@@ -158,7 +159,10 @@ class Engine(WeightControl):
         priority: int = 0,
         continuation: Continuation | None = None,
     ) -> list[Request]:
-        """Return the choices of a request that fits the limits; `given`: its prompt in one of three forms."""
+        """Return the choices of a request. `given`: its prompt in one of three forms, and its images.
+
+        Raises ValueError for a request that does not fit the limits.
+        """
         self._check_serves(params)
         choices = self.frontend.make_request(
             request_id, params, priority=priority, continuation=continuation, **given
@@ -168,12 +172,12 @@ class Engine(WeightControl):
         return choices
 
     def step(self) -> list[RequestOutput]:
-        """Plan, run and read one launch: prompt chunks or a decode round. Returns the new outputs.
+        """Plan, run and read one launch: prompt chunks or a decode round. Return the new outputs.
 
-        With a launch in flight it returns the outputs of the previous step. A launch that fails ends its
-        requests with finish_reason "error"; the others go on. An exception that leaves a step (Ctrl-C) ends
-        all requests that had left the queue, because the state of their launch is unknown; the next step
-        returns their last outputs. Raises ValueError while another thread steps.
+        With a launch in flight these are the outputs of the previous step. If a launch fails, its requests
+        end with finish_reason "error", and the others continue. An exception in a step (Ctrl-C) ends all
+        requests that have left the queue, because the state of their launch is unknown; the next step returns
+        their last outputs. Raises ValueError while another thread steps.
         """
         self._turn.take()
         before = None
@@ -216,15 +220,15 @@ class Engine(WeightControl):
             self._steps.interruption, self._batch = None, ()
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has anything left to do."""
+        """Return whether any request still needs a `step`; requests of `stream` do not count."""
         # The order matters: a request reaches the scheduler before it leaves the inbox.
         return not self._inbox.is_empty or self.scheduler.has_unfinished(excluding=self._inbox.streams.keys())
 
     def abort(self, request_id: str) -> None:
-        """End a request; the next step returns its last output, with finish_reason 'abort'.
+        """End a request; the next step returns its last output, with finish_reason "abort".
 
         Any thread, and a signal handler, may call it. A request that ends by itself before that step keeps
-        its own finish_reason. Raises ValueError for an id that is not running or waiting.
+        its own finish_reason. Raises ValueError for an id that is neither running nor waiting.
         """
         self._inbox.abort(request_id)
 
@@ -240,9 +244,9 @@ class Engine(WeightControl):
         """Queue a request as `add_request` does, step until it has ended, and yield the outputs of all its
         choices as they come.
 
-        The request is queued, and ValueError raised, when the first output is asked for. Between two outputs
-        other streams and `step` may be used; `step` returns none of the stream's outputs. The request of a
-        stream that is left before its end is ended by the next step.
+        The first `next` queues the request, or raises ValueError. Between two outputs, other streams and
+        `step` may be used; `step` returns none of this stream's outputs. If the caller leaves the stream
+        early, the next step ends the request.
         """
         given = {
             "prompt": prompt,
@@ -294,12 +298,13 @@ class Engine(WeightControl):
     def generate(
         self, prompts: Iterable[Prompt] | None = None, params: Params = None, *, messages: Any = None
     ) -> list[RequestOutput]:
-        """Decode all prompts (texts, token ids or chats) to their end; return one output per choice, in
-        order, with all its tokens. A single text counts as a list of one.
+        """Decode all prompts (texts, token ids or chats); return one output per choice, in order, with all
+        its tokens. A single text counts as a list of one.
 
-        `messages`, given instead of prompts: one chat or a list of chats. The next `step` returns the outputs
-        of other requests. Raises ValueError before anything is decoded if one of the prompts is not valid.
-        After any exception, none of the requests stays in the engine.
+        params: one for all prompts, or one for each. messages: one chat or a list of chats, instead of
+        prompts. Requests of `add_request` are decoded too; the next `step` returns their outputs. Raises
+        ValueError before anything is decoded if a prompt or a parameter is wrong. After any exception, none
+        of these requests stays in the engine.
         """
         prompts = as_prompts(prompts, messages)
         return self._decode_all(prompts, match_params(prompts, params))
@@ -312,13 +317,13 @@ class Engine(WeightControl):
         *,
         messages: Any = None,
     ) -> list[RequestOutput]:
-        """Return, for each prompt, what `generate` would if it had drawn the given continuation.
+        """Return, for each prompt, the output of `generate` as if it had drawn the given continuation.
 
-        continuations: one for each prompt, token ids or a text, which is encoded alone. `logprobs` hold raw
-        and processed entries, to the bit those of a request that draws these tokens, at any depth, batch and
-        state of the cache. `params` give the processing and the number of likeliest ids, 0 by
-        default. Only a token that its grammar forbids, or logits that are not finite, end a continuation
-        early. Raises ValueError as `generate` does, and for an engine without `scoring`.
+        continuations: one for each prompt, token ids or a text, which is tokenised alone. params: the
+        processing of logits, and the number of likeliest ids, 0 by default. The outputs' `logprobs` have raw
+        and processed entries, with the bits of a request that draws these tokens, at any depth, batch and
+        state of the cache. Only a token that the request's grammar forbids, or logits that are not finite,
+        end a continuation early. Raises ValueError as `generate` does, and for an engine without `scoring`.
         """
         is_scoring, remedy = self.config.scoring, "make Engine(..., scoring=True)"
         check(is_scoring, "scoring", "be set to score tokens", is_scoring, remedy)
@@ -378,12 +383,12 @@ class Engine(WeightControl):
 
     @property
     def num_threads(self) -> int | None:
-        """CPU threads that compute a step, a setting of the whole process; None on a GPU."""
+        """The number of CPU threads of a step, which is that of the whole process; None on a GPU."""
         return torch.get_num_threads() if self.runner.spec.device.type == "cpu" else None
 
     @property
     def weight_recipe(self) -> str | None:
-        """How FP8 weights are multiplied, "w8a8" or "w8a16"; None for a checkpoint without them."""
+        """The recipe of products with FP8 weights, "w8a8" or "w8a16"; None for a checkpoint without them."""
         return self.runner.spec.weight_recipe
 
     @property
@@ -392,7 +397,7 @@ class Engine(WeightControl):
         return self.runner.spec.is_compiled
 
     def stats(self) -> EngineStats:
-        """Return what the engine holds now, and sums over its lifetime. Any thread may call it."""
+        """Return the engine's current state, and sums over its lifetime. Any thread may call it."""
         pool, prefix, totals = self.scheduler.pool, self.scheduler.prefix, self._totals
         memory, is_auto, depths = self.runner.memory, self.config.mtp_step == "auto", self._steps.depths
         snapshots_bytes = prefix.index.num_snapshots_used * memory.snapshot_bytes
@@ -422,14 +427,14 @@ class Engine(WeightControl):
         )
 
     def check(self) -> None:
-        """Raise the error that ended the engine between two steps, if one did: RankError for a lost rank.
+        """Raise the error, if any, that ended the engine between two steps: RankError for a lost rank.
 
         Any thread may call it.
         """
         self.runner.check()
 
     def close(self) -> None:
-        """Wait for the device and end. Unfinished requests are lost, and no request can be added.
+        """Wait for the device and free the engine. Drops unfinished requests; afterwards none can be added.
 
         Raises ValueError while another thread steps.
         """
@@ -459,7 +464,7 @@ class Engine(WeightControl):
     def _take_outputs(
         self, request_ids: Collection[str] | None = None, excluding: Collection[str] = ()
     ) -> list[RequestOutput]:
-        """Return, once, the outputs of these requests; of all requests except `excluding` for None."""
+        """Remove and return the outputs of these requests, or for None of all requests except `excluding`."""
         outputs, totals = self.scheduler.take_outputs(request_ids, excluding), self._totals
         for output in outputs:
             if output.finish_reason is not None:

@@ -15,6 +15,17 @@ without it are part of a graph cache's key."""
 MOST_ASPECT = 200
 """The longer side of an image over its shorter one, at most."""
 
+GENERATION_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Sampling parameters that a checkpoint's generation_config.json may set, under the same names."""
+
 # Sizes that are divided among ranks; and counts of heads of which several ranks may hold the same one. See
 # ModelConfig.shard.
 _DIVIDED = (
@@ -74,10 +85,6 @@ class VisionConfig:
         return max(self.most_pixels // self.cell**2, row, small // self.cell**2)
 
 
-def _sections(vision: VisionConfig | None) -> tuple[int, int, int] | None:
-    return None if vision is None else vision.mrope_section
-
-
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are changed for longer texts; models/rotary.py computes them.
@@ -97,10 +104,6 @@ class RopeScaling:
     truncate: bool = True
 
 
-def _as_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    return None if scaling is None else asdict(scaling)
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a checkpoint: the text path of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model, and its
@@ -108,7 +111,7 @@ class ModelConfig:
 
     Sizes are numbers of rows, heads or features; dtypes are names ('bfloat16'). A size of a part that the
     family lacks (experts in a dense model) is 0. `family` is a name in models/family.py. `world` is the
-    number of ranks that hold the model together; above 1 the sizes are one rank's, see `shard`.
+    number of ranks that share the model; above 1 the sizes are one rank's, see `shard`.
     four_bit_group: columns per scale of four-bit weights that no checkpoint fills; 0 for weights of another
     kind. scaled_codes: the kind of weights in scaled codes that no checkpoint fills, or Q4_K_M, a mixture.
     max_position_embeddings: the most tokens of a text, with rope scaling.
@@ -146,9 +149,13 @@ class ModelConfig:
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False, metadata=NOT_TRACED)
     four_bit_group: int = field(default=0, metadata=NOT_TRACED)
     scaled_codes: str = field(default="", metadata=NOT_TRACED)
-    rope_scaling: RopeScaling | None = field(default=None, metadata={"traced": _as_json})
+    rope_scaling: RopeScaling | None = field(
+        default=None, metadata={"traced": lambda scaling: scaling and asdict(scaling)}
+    )
     world: int = 1
-    vision: VisionConfig | None = field(default=None, metadata={"traced": _sections})
+    vision: VisionConfig | None = field(
+        default=None, metadata={"traced": lambda vision: vision and vision.mrope_section}
+    )
 
     @property
     def linear_key_dim(self) -> int:

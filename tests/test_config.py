@@ -353,7 +353,8 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.gguf must be a readable file, got .*No such file"):
         read_model_config(tmp_path / "model.gguf")
     with pytest.raises(
-        ValueError, match=r"model must be a directory with a config.json, got .*; pass a Hugging"
+        ValueError,
+        match=r"model must be a directory with a config.json, got .*; there is no such path, pass a Hugging",
     ):
         read_model_config(tmp_path / "nowhere")
     for name, remedy in (

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from compiled_mtp.engine import Engine
 
 _HELP = (
-    "/exit ends, /clear begins anew, /image FILE shows an image with the next message, Ctrl-C ends an answer"
+    "/exit ends the chat, /clear starts a new one, /image FILE adds an image to the next message, Ctrl-C "
+    "ends an answer"
 )
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # Characters that begin an escape sequence: ESC, and C1 controls, each of which some terminals read as ESC and
@@ -61,10 +62,12 @@ def make_parser() -> Parser:
         prog="compiled-mtp chat",
         usage="%(prog)s [flags]",
         description=f"Talk with a checkpoint that has a chat template: {_HELP}.",
-        epilog="The default of max_tokens is the room left in the context.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message, with which the conversation begins")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system message at the beginning of the conversation"
+    )
     add_fields(parser, "sampling", SamplingParams, skip=_SKIPPED, common=COMMON_SAMPLING)
+    parser.describe("--max-tokens", "most tokens of an answer; default: the room left in the context")
     skip = SamplingParams.model_fields
     add_fields(parser, "engine", EngineConfig, skip=skip, common=COMMON_ENGINE)
     return parser

@@ -1,4 +1,4 @@
-"""`compiled-mtp completion SHELL`: print what makes a shell complete the commands, their flags and values.
+"""`compiled-mtp completion SHELL`: print a script with which a shell completes commands, flags and values.
 
     source <(compiled-mtp completion bash)
     source <(compiled-mtp completion zsh)

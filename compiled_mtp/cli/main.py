@@ -13,11 +13,11 @@ COMMANDS = {
     "chat": "talk with a checkpoint in the terminal",
     "serve": "serve OpenAI's and Anthropic's APIs (extra `server`)",
     "export": "compile every shape into a file, from which engines start without compiling",
-    "inspect": "say what a checkpoint's files hold, how it runs, and what its weights and caches take",
-    "quantize": "write a bfloat16 checkpoint as one in FP8",
+    "inspect": "show a checkpoint's files, how it would run, and the memory of its weights and caches",
+    "quantize": "make an FP8 checkpoint from one in bfloat16",
     "rank-vocabulary": "rank ids by how often they occur in text, for --draft-vocab",
     "bench": "measure a service under load, or a decode step on a GPU",
-    "completion": "print what makes bash, zsh or fish complete commands and flags",
+    "completion": "print a script with which bash, zsh or fish complete commands and flags",
 }
 
 

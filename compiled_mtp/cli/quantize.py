@@ -1,4 +1,4 @@
-"""`compiled-mtp quantize`: write a bfloat16 checkpoint in FP8, in blocks of 128 by 128, as the FP8 releases.
+"""`compiled-mtp quantize`: make an FP8 checkpoint, in blocks of 128 by 128 as released, from a bfloat16 one.
 
     compiled-mtp quantize CHECKPOINT --output DIRECTORY [--lora ADAPTER]
 
@@ -209,7 +209,7 @@ def make_parser() -> Parser:
     described = "a bfloat16 checkpoint: a directory, or a repository of the Hub such as Qwen/Qwen3.5-4B"
     parser.add_argument("checkpoint", help=described)
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIRECTORY", help="the directory to make"
+        "--output", type=Path, required=True, metavar="DIRECTORY", help="the directory to create"
     )
     described = "a directory with a LoRA adapter, which is merged into the weights before they are quantised"
     parser.add_argument("--lora", type=Path, metavar="DIRECTORY", help=described)

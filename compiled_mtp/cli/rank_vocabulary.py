@@ -3,11 +3,11 @@
     compiled-mtp rank-vocabulary --model Qwen/Qwen3.5-4B --top 32768 --output ids.txt corpus/*.txt
     compiled-mtp run --model Qwen/Qwen3.5-4B --draft-vocab ids.txt --prompt-file prompts.jsonl
 
-Drafts are then chosen from those ids and the eos ids alone. A draft reads fewer rows of the head and is
-cheaper; where the target draws another id, the draft is rejected, and no token changes. The text should be
-like the text that will be generated: a model's answers are better than its prompts. Directories are searched
-for --suffix. Ids that do not occur are left out. Prints one JSON line: how many ids occurred, and the share
-of all tokens that the written ids cover.
+Drafts are then chosen only from those ids and the eos ids. A draft reads fewer rows of the head and is
+cheaper; where the target draws another id, the draft is rejected, and no token changes. Use text of the kind
+that the model will generate: its answers are better than its prompts. In directories, files that end in
+--suffix are read. Ids that do not occur are left out. Prints one JSON line: how many ids occurred, and the
+share of all tokens that the written ids cover.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _rank(flags: argparse.Namespace) -> int:
     check(can_write, "output", "be a file in a directory that exists", flags.output, "make the directory")
     config = EngineConfig(model=flags.model)
     model = find_checkpoint(config.model, is_offline=config.offline)
-    remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    remedy = "pass a Hugging Face checkpoint directory, or a repository of the Hub such as Qwen/Qwen3.5-4B"
     is_one = model.is_dir() or model.suffix == ".gguf"
     check(is_one, "model", "be a GGUF file or a directory", model, remedy)
     tokenizer = Tokenizer(model)

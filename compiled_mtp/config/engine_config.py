@@ -51,8 +51,8 @@ class EngineConfig(BaseSettings):
 
     model: Path = Field(
         default=Path(__file__).parents[1] / "default_model",
-        description="a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B; "
-        "default: the checkpoint that ships",
+        description="a Hugging Face checkpoint directory, or a repository of the Hub such as "
+        "Qwen/Qwen3.5-4B; default: the checkpoint that ships",
         json_schema_extra=NOT_TRACED,
     )
     lora: Path | None = Field(
@@ -91,8 +91,8 @@ class EngineConfig(BaseSettings):
     )
     mtp_step: DepthOrAuto = Field(
         default="auto",
-        description="tokens drafted per round, 0 to 7; 0 is plain decode; default: auto, which chooses among "
-        "mtp_depths as the text goes",
+        description="tokens drafted per round, 0 to 7; 0 is plain decode; default: auto, which chooses from "
+        "mtp_depths, round by round",
     )
     mtp_depths: Depths = Field(
         default=(0, 1, 2, 3, 5),
@@ -147,7 +147,7 @@ class EngineConfig(BaseSettings):
     )
     tensor_parallel: int = Field(
         default=1,
-        description="processes that hold the model together, 1, 2, 4 or 8; no token depends on it",
+        description="processes that share the model, 1, 2, 4 or 8; no token depends on it",
     )
     communicator: Literal["auto", "symmetric", "nccl", "gloo"] = Field(
         default="auto",
@@ -188,7 +188,7 @@ class EngineConfig(BaseSettings):
     graph_mode: Literal["auto", "reduce-overhead", "replay", "off"] = Field(
         default="auto",
         description="how a GPU replays a step: reduce-overhead as torch's CUDA-graph trees, replay as one "
-        "graph, off kernel by kernel, for debugging; auto: off with reference_ops, the mode of a "
+        "graph, off launches each kernel, for debugging; auto: off with reference_ops, the mode of a "
         "graph_cache, else reduce-overhead for models of at least 1 GiB",
         json_schema_extra=NOT_TRACED,
     )
@@ -217,16 +217,16 @@ class EngineConfig(BaseSettings):
     )
     lookup: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto to draft also what followed the last tokens where they occur earlier in the "
-        "request's text, for edits, quotes and agents; up to 15 drafts where memory holds their rings; "
-        "off for the MTP head's drafts alone; no token depends on it",
+        description="auto to draft also from the request's own text, what followed its last tokens where "
+        "they occurred before, for edits, quotes and agents; up to 15 drafts where memory has room for their "
+        "rings; off for the MTP head's drafts alone; no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
-    draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
+    draft_dtype: Literal["auto", "weights", "float8_e4m3fn", "int4"] = Field(
         default="auto",
         description="dtype of weights that only drafts read (the MTP layer's linears, a copy of the head's "
-        "rows): weights as stored, float8_e4m3fn in blocks of 128, auto for FP8 on GPUs that convert it if "
-        "the model is bfloat16; no token depends on it",
+        "rows): weights as stored, float8_e4m3fn in blocks of 128, int4 for a head in groups of 128 and the "
+        "rest in FP8, auto for what suits a bfloat16 model and the GPU; no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
     seed: int | None = Field(

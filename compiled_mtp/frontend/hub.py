@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType
 
 from compiled_mtp.errors import fail, shown
@@ -53,8 +54,8 @@ def find_checkpoint(model: Path, *, is_offline: bool = False) -> Path:
     if directory is not None and (not missing or (is_offline and missing == [_TOKENIZER])):
         return directory
     if is_offline:
-        got = f"{name}, of which the cache lacks {', '.join(missing)}"
-        remedy = f"run `hf download {name}` where there is a network, or leave offline out"
+        got = f"{name} (missing there: {', '.join(missing)})"
+        remedy = f"run `hf download {name}` where there is a network, or run without offline"
         raise fail("model", "be a directory, or complete in the local Hugging Face cache", got, remedy)
     return _download_directory(hub, name)
 
@@ -70,9 +71,9 @@ def _find_file(hub: ModuleType, name: str, file: str, directory: Path | None, is
     parts = [(Path(file).parent / part).as_posix() for part in part_names(Path(file).name)]
     missing = [part for part in parts if directory is None or not (directory / part).is_file()]
     if missing and is_offline:
-        got = f"{name}, of which the cache lacks {', '.join(missing)}"
+        got = f"{name} (missing there: {', '.join(missing)})"
         remedy = (
-            f"run `hf download {name} {' '.join(missing)}` where there is a network, or leave offline out"
+            f"run `hf download {name} {' '.join(missing)}` where there is a network, or run without offline"
         )
         raise fail("model", "be a file, or complete in the local Hugging Face cache", got, remedy)
     if missing:
@@ -114,9 +115,9 @@ def _find_cached(hub: ModuleType, name: str) -> Path | None:
 
 
 def _find_missing(directory: Path | None) -> Sequence[str]:
-    """Return names or patterns of a checkpoint's files that the directory lacks, ["everything"] for None."""
+    """Return names or patterns of a checkpoint's files that the directory lacks, ["all files"] for None."""
     if directory is None:
-        return ["everything"]
+        return ["all files"]
     index = directory / "model.safetensors.index.json"
     weights = ["*.safetensors"]
     if index.is_file():
@@ -134,7 +135,7 @@ def _download_directory(hub: ModuleType, name: str) -> Path:
     """Download the safetensors and their configs. Raises ValueError if the repository has only GGUF files."""
     directory = _download(hub, name, _WANTED, _UNWANTED)
     if not any(directory.glob("*.safetensors")) and (models := _list_gguf(hub, name)):
-        remedy = f"name one of its files, as {name}/{models[0]}"
+        remedy = f"name one of its files, such as {name}/{models[0]}"
         raise fail("model", "have safetensors", f"{name}, which has {len(models)} GGUF models", remedy)
     return directory
 
@@ -150,9 +151,9 @@ def _download(hub: ModuleType, name: str, wanted: Sequence[str], unwanted: Seque
             remedy = f"accept its licence at https://huggingface.co/{name} and log in with `hf auth login`"
         elif kind in ("RepositoryNotFoundError", "HFValidationError"):
             remedy = (
-                "check the name, of which there is no local directory either; for a private repository run "
-                "`hf auth login`"
+                "check the name, under which there is no local directory either; for a private repository "
+                "run `hf auth login`"
             )
         raise fail(
-            "model", rule, f"{name} ({kind}: {shown(' '.join(str(error).split())[:200])})", remedy
+            "model", rule, f"{name} ({kind}: {shown(shorten(str(error), 160, placeholder=' ...'))})", remedy
         ) from None

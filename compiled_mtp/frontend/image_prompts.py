@@ -56,7 +56,7 @@ def _image_of(part: object) -> tuple[bool, object]:
         return False, None
     kind = part.get("type")
     if kind in ("video", "video_url", "input_video") or "video" in part:
-        raise fail("messages", "have text and images alone", "a video", "give some of its frames as images")
+        raise fail("messages", "have only text and images", "a video", "give some of its frames as images")
     if kind == "image_url" or "image_url" in part:
         address = part.get("image_url")
         if isinstance(address, Mapping):

@@ -42,7 +42,9 @@ def as_prompts(prompts: Iterable[Prompt] | None, messages: Any) -> list[Prompt]:
     if prompts is None:
         return _as_chats(messages)
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
-        raise ValueError(f"prompts must be a list or a generator, got {quote(prompts)}; make one")
+        raise ValueError(
+            f"prompts must be a list or a generator, got {quote(prompts)}; put the prompts into a list"
+        )
     prompts = list(prompts)
     if prompts and all(isinstance(one, Integral) for one in prompts):
         ids = quote(prompts)
@@ -85,7 +87,9 @@ def match_params(prompts: Sequence[Prompt], params: Params) -> Sequence[Sampling
     if params is None or isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if not isinstance(params, Iterable) or isinstance(params, Mapping | str):
-        raise ValueError(f"params must be SamplingParams or a list, got {quote(params)}; make some")
+        raise ValueError(
+            f"params must be SamplingParams or a list, got {quote(params)}; pass SamplingParams(...)"
+        )
     params = list(params)
     for one in params:
         check_type("params", one, SamplingParams, "make each with SamplingParams(...)")

@@ -24,7 +24,8 @@ def read_ids(path: Path, num_valid_ids: int) -> list[int]:
             text = stream.read(_MOST_CHARACTERS + 1)
     except (OSError, ValueError) as error:  # ValueError: text that is no UTF-8, a path with a null byte.
         rule = "be a number of ids or a readable file of ids"
-        raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
+        why = getattr(error, "strerror", None) or error
+        raise fail("draft_vocab", rule, f"{quote(str(path))}: {why}", _MAKE_ONE) from None
     rule = f"name a file of at most {_MOST_CHARACTERS} characters"
     check(len(text) <= _MOST_CHARACTERS, "draft_vocab", rule, f"more in {path}", _MAKE_ONE)
     text = text.strip()
@@ -33,7 +34,8 @@ def read_ids(path: Path, num_valid_ids: int) -> list[int]:
         entries = json.loads(text) if text.startswith("[") else [json.loads(e) for e in text.split()]
     except (ValueError, RecursionError) as error:
         rule = "name a file with one id per line or a JSON list of ids"
-        raise fail("draft_vocab", rule, quote(str(path)), f"{error}; {_MAKE_ONE}") from None
+        why = getattr(error, "strerror", None) or error
+        raise fail("draft_vocab", rule, f"{quote(str(path))}: {why}", _MAKE_ONE) from None
     ids: list[int] = []
     seen: set[int] = set()
     assert isinstance(entries, list)

@@ -9,21 +9,11 @@ from typing import Any
 from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.gguf.config import generation_config, hf_config
 from compiled_mtp.gguf.container import list_models, read_container
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.model_config import GENERATION_FIELDS, ModelConfig
 from compiled_mtp.models.config_keys import FIX, Keys, read_json
 from compiled_mtp.models.family import MODEL_TYPES
 from compiled_mtp.models.stored import as_stored
 from compiled_mtp.models.vision_fields import read_vision
-
-_SAMPLING_KEYS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
@@ -74,7 +64,8 @@ def _remedy(root: Path) -> str:
         return "the name of a GGUF file must end in .gguf, and a download must be complete"
     if ":" in str(root):  # An address, or llama.cpp's and Ollama's names with a quantisation.
         return "name a repository of the Hub as ORG/NAME, and a GGUF file in it as ORG/NAME/FILE.gguf"
-    return "pass a Hugging Face checkpoint directory, or a repository of the Hub as Qwen/Qwen3.5-4B"
+    advice = "pass a Hugging Face checkpoint directory, or a repository of the Hub such as Qwen/Qwen3.5-4B"
+    return advice if root.exists() else f"there is no such path, {advice}"
 
 
 def _read_gguf(path: Path) -> ModelConfig:
@@ -103,7 +94,7 @@ def _sampling_fields(
     eos.update(_tokenizer_eos(root))
     wrong = sorted(i for i in eos if not 0 <= i < text["vocab_size"])
     check(not wrong, "eos_token_id", f"be ids below vocab_size ({text['vocab_size']})", wrong, remedy)
-    defaults = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+    defaults = {key: generation[key] for key in GENERATION_FIELDS if generation.get(key) is not None}
     for key, value in defaults.items():
         check(type(value) in (int, float), key, "be a number", repr(value), "fix generation_config.json")
     if generation.get("do_sample") is False:

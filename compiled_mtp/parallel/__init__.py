@@ -1,1 +1,1 @@
-"""Tensor parallelism: the ranks that hold a model together (docs/parallel.md)."""
+"""Tensor parallelism: the ranks that share a model (docs/parallel.md)."""

@@ -35,8 +35,8 @@ class RequestHistory:
 class RequestMetrics(NamedTuple):
     """Counts and times of one request up to the output that carries them; ratios are in `spec.stats`.
 
-    It does not change while the request goes on. rounds counts verify rounds. rounds and output_tokens leave
-    out what a stop cut off; the first output token comes from prefill, the others from the rounds. Times are
+    It is a snapshot: later steps make new ones. rounds counts verify rounds. rounds and output_tokens leave
+    out tokens after a stop; the first output token comes from prefill, the others from the rounds. Times are
     seconds from the request's arrival; total_s is the time of its last token, or of its end. Each step makes
     one for each request, so the expensive counts are computed on demand.
     """
@@ -53,7 +53,7 @@ class RequestMetrics(NamedTuple):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache held."""
+        """Tokens of the prompt that came from the prefix cache."""
         return self.history.cached_tokens
 
     @property
@@ -94,7 +94,7 @@ class RequestMetrics(NamedTuple):
 
     @property
     def drafted_by_index(self) -> list[int]:
-        """[mtp_step] Rounds that had a draft i + 1 of a chain to verify, for each i."""
+        """[mtp_step] Rounds that verified draft i + 1 of a chain, for each i."""
         return _at_least(self._count_rounds(0)[1])[: self.history.mtp_step]
 
     @property
@@ -104,12 +104,12 @@ class RequestMetrics(NamedTuple):
 
     @property
     def lookup_drafted(self) -> int:
-        """Drafts of these rounds."""
+        """Drafts of the `lookup_rounds`."""
         return sum(_at_least(self._count_rounds(LOOKED_UP)[1]))
 
     @property
     def lookup_accepted(self) -> int:
-        """Kept drafts of these rounds."""
+        """Kept drafts of the `lookup_rounds`."""
         return sum(_at_least(self._count_rounds(LOOKED_UP)[0]))
 
     def _count_rounds(self, source: int) -> tuple[list[int], list[int]]:

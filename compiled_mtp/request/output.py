@@ -1,4 +1,4 @@
-"""RequestOutput: what one step gave one request."""
+"""RequestOutput: the output of one step for one request."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ErrorKind = Literal["parameters", "engine"]
 
 
 class RoundDrafts(NamedTuple):
-    """The drafts of one verify round, in order; the first num_accepted were kept. is_looked_up: they stand in
-    the request's own text; otherwise the model's MTP head made them.
+    """The drafts of one verify round, in order; the first num_accepted were kept.
 
-    The kept drafts are the round's tokens; the token after them is the target's own, in place of the next
-    draft if there was one. A draft that a stop cut off counts as not kept.
+    is_looked_up: the drafts come from the request's own text, otherwise from the MTP head. The kept drafts
+    are the round's first tokens; the token after them is the target's own, in place of the next draft if
+    there was one. A draft that a stop cut off counts as not kept.
     """
 
     token_ids: list[int]
@@ -26,27 +26,28 @@ class RoundDrafts(NamedTuple):
 
 
 class RoutedExperts(NamedTuple):
-    """The experts that tokens were routed to: `data` holds little-endian int16 ids [tokens, layers, k], of
-    `shape`, the likeliest expert of each layer first."""
+    """The experts that computed the tokens: `data` has the ids as little-endian int16, [tokens, layers, k] as
+    `shape` says, the likeliest expert of each layer first."""
 
     shape: tuple[int, int, int]
     data: bytes
 
 
 class RequestOutput(NamedTuple):
-    """What one step gave one request: the new tokens and text, and how it ended if it did.
+    """The output of one step for one request: the new tokens and text, and the reason if the request ended.
 
-    new_token_ids includes the token that ended the request; new_text includes its stop only with
-    `include_stop`. error: why the request ended with "error" or was ended by the engine with "abort", or
-    which limit ended it with "length" before max_tokens and max_model_len. index: the number of the choice.
-    logprobs: one entry per token whose text is in new_text, None unless requested; entries are held back with
-    the text, and in the end there is one per token. prompt_logprobs: if requested, in the first output of
-    choice 0, one entry per prompt token except the first; None in all other outputs, and if the request ended
-    before its prompt was read. drafts: one entry per verify round that gave these tokens, None unless
-    requested. error_kind: the source of the error, None unless the request ended with "error".
-    routed_experts: the experts of the prompt and of all output tokens but the last, which no layer has seen.
-    They come in the last output of a request that asked for them; None in other outputs, and for a request
-    that was aborted or failed.
+    new_token_ids: includes the token that ended the request. new_text: includes the stop only with
+    `include_stop`. error: why the request ended with "error", why the engine ended it with "abort", or which
+    limit ended it with "length" before max_tokens and max_model_len. error_kind: the source of the error,
+    None unless the request ended with "error". index: the number of the choice. drafts: one entry per verify
+    round of these tokens, None unless requested.
+
+    logprobs: one entry per token with text in new_text, None unless requested; the engine delivers an entry
+    together with its text, and all outputs together have one per token. prompt_logprobs: if requested, in the
+    first output of choice 0, one entry per prompt token except the first; None in all other outputs, and if
+    the request ended before its prompt was read. routed_experts: if requested, in the last output, the
+    experts of the prompt and of all output tokens except the last, which is never an input; None in other
+    outputs, and for a request that was aborted or failed.
     """
 
     request_id: str

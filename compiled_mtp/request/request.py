@@ -1,4 +1,4 @@
-"""Request: what one request asks for, and the tokens that it has gained so far.
+"""Request: a request's prompt and parameters, and the tokens that it has so far.
 
 The scheduler owns a request's phase and its resources on the device.
 """
@@ -76,7 +76,7 @@ class PromptImage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What one request asks for and what it has gained so far: the tokens that the host knows, and counts.
+    """A request's prompt and parameters, and what the host knows of its output: tokens, text and counts.
 
     index: the number of the choice, among the choices that share the request_id. bad_word_ids: the token ids
     of `params.bad_words`. guide: the grammar, owned by the stepping thread. token_bytes: returns a token's

@@ -238,7 +238,7 @@ class Runner:
         if communicator is None:
             yield
             return
-        communicator.expect_start()
+        communicator.expect_steps(False)
         yield
         communicator.least(0)
         communicator.expect_steps()

@@ -43,24 +43,23 @@ class WeightControl:
         raise NotImplementedError
 
     def update_weights(self, source: WeightSource, *, running: Running = "finish") -> None:
-        """Replace the weights in place, between two steps; requests that follow get the new ones.
+        """Replace the weights in place, between two steps.
 
         source: a checkpoint's directory or GGUF file, stored as the engine's was; or a pair of a manifest
         {name: (shape, dtype)} and an iterable of (name, tensor), in the manifest's order, for a checkpoint
-        that is plain or FP8 in blocks. Requests that have begun are decoded to their ends with the old
-        weights, or with `running` "abort" end with that reason and an error that says so; the next `step`
-        returns their outputs. Requests that wait without a token get the new weights. Cached prefixes are
-        dropped. All ranks update together, from a directory. Raises ValueError before anything changes for
-        weights that do not fit, and while another thread steps. Any later exception leaves an engine that
-        refuses requests until an update succeeds.
+        that is plain or FP8 in blocks and an engine of one rank. running: "finish" first decodes the requests
+        that have begun, with the old weights; "abort" ends them with that reason and an error that says so.
+        The next `step` returns their outputs. Waiting requests get the new weights. Drops cached prefixes.
+        Raises ValueError before anything changes for weights that do not fit, and while another thread steps.
+        After any later exception, the engine refuses requests until an update succeeds.
         """
         check(running in ("finish", "abort"), "running", "be finish or abort", quote(running), "choose one")
         self._turn.take()
         try:
             self._tidy()
             self._check_open()
-            asleep = self.runner.is_asleep
-            check(not asleep, "engine", "be awake for an update", "one that sleeps", "pass it to wake_up")
+            is_awake, remedy = not self.runner.is_asleep, "give the weights to wake_up"
+            check(is_awake, "engine", "be awake for an update", "one that sleeps", remedy)
             update = self.runner.check_update(source)
             self._steps.interruption = _INTERRUPTED
             held = self.scheduler.hold_new()
@@ -79,11 +78,11 @@ class WeightControl:
             self._turn.leave()
 
     def sleep(self, *, running: Running = "finish") -> None:
-        """Give the memory of weights, caches and graphs back until `wake_up`; the engine refuses requests.
+        """Free the memory of weights, caches and graphs until `wake_up`; the engine then refuses requests.
 
-        Requests are decoded to their ends, those that wait too, or with `running` "abort" end with that
-        reason. Cached prefixes are dropped. All ranks sleep together. Raises ValueError for an engine that
-        sleeps, and while another thread steps.
+        running: "finish" first decodes all requests, waiting ones too; "abort" ends them with that reason.
+        Drops cached prefixes. All ranks sleep together. Raises ValueError for an engine that sleeps, and
+        while another thread steps.
         """
         check(running in ("finish", "abort"), "running", "be finish or abort", quote(running), "choose one")
         self._turn.take()
@@ -108,13 +107,13 @@ class WeightControl:
             self._turn.leave()
 
     def wake_up(self, source: WeightSource | None = None) -> None:
-        """Take memory again and serve requests, with the sizes and the weights of before `sleep`.
+        """Allocate the memory again, with the sizes from before `sleep`, and load the weights.
 
-        source: other weights, as `update_weights` takes them. Weights come from the directory from which they
-        were last read: after an update of given tensors, a source must be given. Raises ValueError for an
-        engine that does not sleep, for weights that do not fit, and while another thread steps; the errors
-        of a start where memory is short. The engine then sleeps on, or after tensors that fail midway refuses
-        requests until an update; an engine of several ranks has ended where memory was short.
+        source: weights, as for `update_weights`; by default the directory that was read last. After an update
+        from tensors, a source must be given. Raises ValueError for an engine that does not sleep, for weights
+        that do not fit, and while another thread steps, and the errors of a start if memory is short. The
+        engine then stays asleep. After tensors that fail midway it refuses requests until an update succeeds;
+        if memory was short, an engine of several ranks has ended.
         """
         self._turn.take()
         try:

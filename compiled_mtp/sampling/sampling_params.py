@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from compiled_mtp.errors import escape, quote
+from compiled_mtp.model_config import GENERATION_FIELDS
 from compiled_mtp.sampling import parameter_checks as checks
-
-# Fields that a checkpoint's generation_config.json may set, under the same names.
-_GENERATION_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 _ELSE = "default: the checkpoint's, else"
 _FLAGS = ("ignore_eos", "include_stop", "include_drafts", "parallel_tool_calls", "return_routed_experts")
@@ -31,14 +21,15 @@ MOST_SALT = 256
 
 
 class SamplingParams(BaseModel):
-    """How one request's tokens are sampled, what grammar they follow and when they end.
+    """How one request's tokens are sampled, which grammar they follow and when they end.
 
     Names and ranges are OpenAI's where OpenAI has them, else vLLM's. A field that is not set takes the value
     of the checkpoint's generation_config.json, else the default here. temperature 0 is greedy; top_k 0 or -1
-    is off. A stop string is cut from the text unless include_stop is set; the name of a special token means
-    its id. eos ids end a request unless ignore_eos is set; `stop_token_ids` always do. At most one field may
-    ask for a grammar. cache_salt changes no token. docs/sampling.md has the order in which the parameters
-    apply. Raises ValueError, one line, for an unknown or refused name and for a value out of range.
+    is off. The text leaves a stop string out unless include_stop is set; a stop string that names a special
+    token means its id. eos ids end a request unless ignore_eos is set; `stop_token_ids` always do. At most
+    one field may set a grammar. cache_salt changes no token. docs/sampling.md has the order in which the
+    parameters apply. Raises ValueError, one line, for an unknown or refused name and for a value out of
+    range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -47,7 +38,7 @@ class SamplingParams(BaseModel):
     temperature: float = Field(default=1.0, description=f"0 (greedy) to 2; {_ELSE} 1.0")
     top_k: int = Field(default=0, description=f"keep the k likeliest tokens, 0 or -1 is off; {_ELSE} 0")
     top_p: float = Field(
-        default=1.0, description=f"keep the likeliest tokens that hold this probability; {_ELSE} 1.0"
+        default=1.0, description=f"keep the likeliest tokens up to this total probability; {_ELSE} 1.0"
     )
     min_p: float = Field(
         default=0.0, description=f"drop tokens below this fraction of the likeliest one; {_ELSE} 0"
@@ -96,8 +87,8 @@ class SamplingParams(BaseModel):
     )
     logprobs_mode: Literal["raw", "processed", "both"] = Field(
         default="raw",
-        description="raw: of the model; processed: after masks, temperature and filters; both: raw entries "
-        "that hold the processed ones",
+        description="raw for the model's own, processed for those after masks, temperature and filters, "
+        "both for raw entries that contain the processed ones",
     )
     prompt_logprobs: int | None = Field(
         default=None,
@@ -186,7 +177,7 @@ class SamplingParams(BaseModel):
         Ignores keys that are not about sampling. Raises ValueError for a default out of range.
         """
         defaults = {
-            name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
+            name: generation_defaults[name] for name in GENERATION_FIELDS if name in generation_defaults
         }
         fields = {name: value for name, value in defaults.items() if value is not None}
         try:

@@ -33,7 +33,8 @@ class ServerConfig(BaseSettings):
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port, 0 for a free one")
     served_model_name: Names = Field(
-        default=(), description="names of the model, separated by commas; default: its directory's name"
+        default=(),
+        description="names of the model, separated by commas; default: its directory's name",
     )
     api_key: SecretStr | None = Field(
         default=None, description="key that clients send; in the environment alone, since flags are public"
@@ -42,7 +43,7 @@ class ServerConfig(BaseSettings):
         default=None, description="file with one key per line; an open host needs it"
     )
     allow_anyone: bool = Field(
-        default=False, description="serve without a key on an address that other machines reach"
+        default=False, description="serve without a key on an address that other machines can reach"
     )
     allow_weight_updates: bool = Field(
         default=False,
@@ -50,7 +51,7 @@ class ServerConfig(BaseSettings):
     )
     allowed_hosts: Names = Field(
         default=(),
-        description="names under which clients may reach this server besides the loopback's, separated by "
+        description="host names under which clients may reach this server besides localhost, separated by "
         "commas, * for any; default: `host`",
     )
     allowed_origins: Names = Field(
@@ -91,11 +92,11 @@ class ServerConfig(BaseSettings):
     max_prompt_chars: int = Field(default=4 * 2**20, ge=1, description="characters of a rendered prompt")
     allow_media_urls: Names = Field(
         default=(),
-        description="hosts, separated by commas, from which images are fetched by http and https addresses; "
-        "default: none, images come in the request alone",
+        description="hosts, separated by commas, from which images may be fetched by http and https; "
+        "default: none, images come only in the request",
     )
     media_root: Path | None = Field(
-        default=None, description="directory whose images file addresses may name; default: none"
+        default=None, description="directory from which file:// addresses may name images; default: none"
     )
     max_media_bytes: int = Field(default=16 * 2**20, ge=1, description="bytes of an image that is fetched")
     media_timeout_s: float = Field(default=10.0, gt=0, description="seconds to fetch an image")
@@ -119,13 +120,13 @@ class ServerConfig(BaseSettings):
     )
     template_kwargs: Names = Field(
         default=("enable_thinking", "preserve_thinking"),
-        description="names that chat_template_kwargs may hold, separated by commas",
+        description="names that chat_template_kwargs may set, separated by commas",
     )
     strict_fields: bool = Field(
         default=False, description="refuse the fields of a request that the service does not read"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="the least level of lines in the log; info has a line per request"
+        default="info", description="the lowest level of lines in the log; info has a line per request"
     )
     log_format: Literal["auto", "text", "json"] = Field(
         default="auto", description="form of the log's lines: auto for text in a terminal, json elsewhere"
@@ -138,8 +139,8 @@ class ServerConfig(BaseSettings):
         for origin in value:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ValueError(
-                    f"allowed_origins must be * or origins as https://app.example.org:8443, got {origin!r}; "
-                    "leave out paths and the final slash"
+                    f"allowed_origins must be * or origins such as https://app.example.org:8443, got "
+                    f"{origin!r}; leave out paths and the final slash"
                 )
         return value
 

@@ -197,7 +197,8 @@ def parse(model: type[B], body: bytes, config: ServerConfig) -> B:
         context = problem["ctx"]
         message = f"{param} must {context['rule']}, got {problem['input']!r:.200}; {context['remedy']}"
     elif problem["type"] == "missing":
-        message = f"{param} must be given, got nothing; add it"
+        remedy = "GET /v1/models lists the names" if param == "model" else "add it"
+        message = f"{param} must be given, got nothing; {remedy}"
     else:
         rule = problem["msg"].replace("Input should", "must", 1)
         got = "" if param is None else f", got {problem['input']!r:.200}"

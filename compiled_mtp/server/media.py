@@ -182,7 +182,7 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in found]
     if any(not is_public(address) for address in addresses):
-        raise fail("image_url", "have a host of public addresses alone", host, _SEND_ITSELF)
+        raise fail("image_url", "have a host with only public addresses", host, _SEND_ITSELF)
     return socket.create_connection((addresses[0], port), timeout=timeout_s)
 
 

@@ -12,7 +12,7 @@ from compiled_mtp.spec.stats import SpeculationStats
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the requests whose last output was returned to the caller."""
+    """Sums over finished requests: those with a last output that the caller has."""
 
     finished: int
     prompt_tokens: int
@@ -39,18 +39,19 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine holds now, and sums over its lifetime.
+    """The engine's current state, and sums over its lifetime.
 
-    Now: running, waiting, blocks_used of blocks_total (KV blocks of block_size tokens that requests hold),
-    prefix_bytes (device memory of the prefix cache) and prefix_host_bytes (host memory of its host tier).
-    prefix_lookups counts requests of at least one whole chunk, prefix_hits the ones that resumed after a
-    cached prefix, prefix_host_hits the ones that resumed from the host tier; prefix_evictions counts evicted
-    state snapshots. offloads and recomputes count preemptions for lack of blocks: to host memory, or back to
-    the queue with tokens to compute again. rounds_by_depth, empty unless mtp_step is "auto", counts the
-    batch's rounds by depth and then by reason: "best", "probe", "retry" or "only" (no other depth was ready).
-    images: those that the vision tower has encoded. The other fields sum over finished requests,
-    image_speculation over those with images, which speculation counts too. No speculation counts requests
-    whose output was given.
+    Now: running and waiting requests; blocks_used of blocks_total (KV blocks of block_size tokens);
+    prefix_bytes and prefix_host_bytes, the device and host memory that the prefix cache uses.
+
+    Over the lifetime: prefix_lookups counts requests of at least one whole chunk, prefix_hits those that
+    resumed from the prefix cache, prefix_host_hits those that resumed from its host tier, prefix_evictions
+    evicted state snapshots. offloads and recomputes count preemptions for lack of blocks, to host memory or
+    back to the queue. rounds_by_depth, empty unless mtp_step is "auto", counts rounds by depth and then by
+    reason: "best", "probe", "retry" or "only" (no other depth was ready). images counts encoded images.
+
+    The other fields are sums over finished requests, image_speculation over those with images. speculation
+    and image_speculation leave out requests with a given output.
     """
 
     running: int

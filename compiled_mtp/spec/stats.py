@@ -15,12 +15,12 @@ from compiled_mtp.request import RequestMetrics
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Sums over the verify rounds of any number of requests, and the ratios that follow.
+    """Sums over the verify rounds of any number of requests, and ratios of these sums.
 
     round_tokens: the tokens that rounds emitted. accepted_by_index[i]: the rounds that kept draft i + 1 of a
-    chain of the MTP head; drafted_by_index[i]: those that had one. lookup_rounds: the rounds whose drafts
-    were looked up in the text instead; lookup_drafted, lookup_accepted: their drafts, and those kept. A ratio
-    without a draft or a round is 0.
+    chain of the MTP head; drafted_by_index[i]: the rounds that verified such a draft. lookup_rounds: the
+    rounds with drafts from the text; lookup_drafted, lookup_accepted: the drafts of these rounds, and the
+    kept ones. A ratio without a draft or a round is 0.
     """
 
     rounds: int
@@ -62,7 +62,7 @@ class SpeculationStats:
 
     @property
     def acceptance_by_index(self) -> tuple[float, ...]:
-        """Rounds that kept draft i + 1 / rounds that had one."""
+        """Rounds that kept draft i + 1 / rounds that verified it, for each i."""
         pairs = zip(self.accepted_by_index, self.drafted_by_index, strict=True)
         return tuple(kept / drafted if drafted else 0.0 for kept, drafted in pairs)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-# "ok" while it takes requests, "draining" while it only ends those it has, "hung" while a step takes too
-# long, "stopped" when it decodes no more.
+# "ok" while it takes requests, "draining" while it only finishes open ones, "hung" while a step takes too
+# long, "stopped" when it has ended.
 Status = Literal["ok", "draining", "hung", "stopped"]
 
 
 class QueueFullError(RuntimeError):
-    """The queue is full; `retry_after_s`: the seconds after which a running request may have ended."""
+    """The queue is full. retry_after_s: seconds until a running request may have ended."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class QueueFullError(RuntimeError):
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine takes no more requests: it is shutting down or died. `code`: its name for clients."""
+    """The engine takes no more requests: it is shutting down or has died. code: its name for clients."""
 
     code = "stopped"
 
@@ -31,11 +31,11 @@ class EngineHungError(EngineStoppedError):
 
 
 class SlowReaderError(RuntimeError):
-    """A stream's outputs were not read in time; its request was aborted."""
+    """The reader of a stream fell behind, and the engine aborted the request."""
 
 
 class StepWatch:
-    """Tells how long the stepping thread has been busy, and whether its step hangs. Any thread may ask.
+    """Measures how long the running step takes, and whether it hangs. Any thread may ask.
 
     timeout_s: seconds after which a step hangs.
     """
@@ -56,7 +56,7 @@ class StepWatch:
 
     @property
     def age_s(self) -> float:
-        """Seconds that the running step has taken; 0 while the clock stands."""
+        """Seconds since the running step began; 0 while no step runs."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 

@@ -11,12 +11,12 @@ from compiled_mtp.streams.status import SlowReaderError
 
 
 class Stream:
-    """The outputs of one request, all choices of it, for one reader on the event loop that added it.
+    """The outputs of all choices of one request, for one reader on the event loop that added it.
 
-    Ends when every choice has had its output with a finish_reason. Raises SlowReaderError or
-    EngineStoppedError in place of lost outputs, after the outputs before them. The writer calls `put` and
-    `fail` on the same loop. on_abort is called at most once, from any thread, when the reader stops reading.
-    image_bytes: the pixels of the request's images.
+    It ends after an output with a finish_reason for every choice. If outputs are lost, it raises
+    SlowReaderError or EngineStoppedError after the outputs before them. The writer calls `put` and `fail` on
+    the same loop. on_abort: called at most once, from any thread, when the reader stops reading. image_bytes:
+    the bytes of the pixels of the request's images.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Stream:
         return self._outputs.popleft()
 
     def abort(self) -> None:
-        """End the request within a step, from any thread; does nothing for one that has ended."""
+        """End the request within one step; does nothing if it has ended. Any thread may call it."""
         if not self._is_complete and not self.is_aborted:
             self.is_aborted = True
             self._on_abort(self)

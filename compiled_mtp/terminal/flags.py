@@ -90,6 +90,10 @@ class Parser(argparse.ArgumentParser):
         self._action_groups.sort(key=lambda group: group in self._rare)
         return super().format_help()
 
+    def describe(self, flag: str, text: str) -> None:
+        """Replace the help of a flag."""
+        self._option_string_actions[flag].help = text
+
     def note_fields(self, names: Iterable[str], env_prefix: str) -> None:
         """Let --config set these fields."""
         if not self._fields:
@@ -165,7 +169,9 @@ def add_fields(
     prefix = model.model_config.get("env_prefix", "")
     parser.note_fields(names, prefix)
     first = next(name for name in names if name in common)
-    said = f"--{first} is also the variable {prefix}{first.upper()}, and so on" if prefix else None
+    said = (
+        f"each flag is also an environment variable: --{first} is {prefix}{first.upper()}" if prefix else None
+    )
     group, rare = parser.add_argument_group(title, said), parser.add_rare_group(f"more {title}", None)
     for name in names:
         _add_field(group if name in common else rare, name, model.model_fields[name])

@@ -138,4 +138,4 @@ def remedy_for(word: str, known: Collection[str]) -> str | None:
     if other is not None:
         return f"{flag} is {other} here" if other.split()[0] in known else None
     similar = get_close_matches(flag, [one for one in known if one.startswith("--")], n=1, cutoff=0.8)
-    return f"use {similar[0]} for {flag}" if similar else None
+    return f"did you mean {similar[0]}?" if similar else None

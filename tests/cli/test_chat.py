@@ -215,7 +215,7 @@ def test_a_message_that_does_not_fit_is_reported_and_dropped(
     assert "error: prompt must be shorter than max_model_len=100 tokens, got more; shorten it; /clear" in (
         printed.err
     )
-    assert "/exit ends, /clear begins anew" in printed.err
+    assert "/exit ends the chat, /clear starts a new one" in printed.err
     assert [one["content"] for one in talker.asked[1][0]] == ["first", "a", "third"]
 
 
@@ -311,7 +311,7 @@ def test_in_a_terminal() -> None:
         at = session.read_until("> ", session.read_until("interrupted]", at))
         at = session.read_until("> ", session.interrupt("/exit or Ctrl-D ends the chat", at))
         session.write("/help\n")
-        at = session.read_until("> ", session.read_until("/clear begins anew", at))
+        at = session.read_until("> ", session.read_until("/clear starts a new one", at))
         session.write("\x04")
         assert session.process.wait(60) == 0
     finally:

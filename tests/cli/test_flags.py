@@ -19,7 +19,7 @@ from tests.cli.fakes import FakeEngine, made, run_main
     "flags, message",
     [
         ([], "error: one of the arguments --prompt --prompt-file is required; --help lists"),
-        (["--mtpstep", "3"], "error: unrecognized arguments: --mtpstep 3; use --mtp-step for --mtpstep"),
+        (["--mtpstep", "3"], "error: unrecognized arguments: --mtpstep 3; did you mean --mtp-step?"),
         (["--swiftness", "3"], "error: unrecognized arguments: --swiftness 3; --help lists the flags"),
         (
             ["--max-num-seqs", "4"],
@@ -81,11 +81,11 @@ def test_a_bad_flag_is_named_in_one_line(
 @pytest.mark.parametrize(
     ("command", "argv", "message"),
     [
-        (run, ["--promt", "x"], "error: unrecognized arguments: --promt; use --prompt for --promt"),
+        (run, ["--promt", "x"], "error: unrecognized arguments: --promt; did you mean --prompt?"),
         (
             run,
             ["--promt=x", "--temprature", "2"],
-            "error: unrecognized arguments: --promt --temprature; use --prompt for --promt",
+            "error: unrecognized arguments: --promt --temprature; did you mean --prompt?",
         ),
         (quantize, ["--modle", "x"], "error: unrecognized arguments: --modle; --help"),
         (run, ["--max-tokens", "3"], "error: one of the arguments --prompt --prompt-file is required"),
@@ -160,5 +160,5 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
 
 def test_help_writes_defaults_as_a_flag_takes_them() -> None:
     text = " ".join(run.make_parser().format_all().split())
-    assert "0 is plain decode; default: auto, which chooses among mtp_depths as the text goes" in text
+    assert "0 is plain decode; default: auto, which chooses from mtp_depths, round by round" in text
     assert "sets the size of buffers (default: 0,1,2,3,5); repeat the flag for more" in text

@@ -82,7 +82,7 @@ def test_a_first_run(script: Path, tmp_path: Path) -> None:
         ),
         (
             ["run", "--prompt", "x", "--mtpstep", "3"],
-            "unrecognized arguments: --mtpstep 3; use --mtp-step for --mtpstep",
+            "unrecognized arguments: --mtpstep 3; did you mean --mtp-step?",
         ),
         (
             ["run", "--prompt-file", "none.jsonl"],

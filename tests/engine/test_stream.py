@@ -197,11 +197,11 @@ def test_generate_takes_generators_and_messages(engine: Engine) -> None:
     for arguments, message in (
         ({}, "prompts and messages must be given exactly once, got neither; choose one"),
         ({"prompts": [], "messages": CHAT}, "prompts and messages must be given exactly once, got both"),
-        ({"prompts": 5}, "prompts must be a list or a generator, got 5; make one"),
+        ({"prompts": 5}, "prompts must be a list or a generator, got 5; put the prompts into a list"),
         # Iterating over a chat message would give its keys as prompts.
         (
             {"prompts": {"prompt": "a"}},
-            "prompts must be a list or a generator, got {'prompt': 'a'}; make one",
+            "prompts must be a list or a generator, got {'prompt': 'a'}; put the prompts into a list",
         ),
         (
             {"prompts": CHAT},

@@ -98,17 +98,15 @@ def test_what_is_not_is_downloaded(hub: Hub, left_out: str) -> None:
 def test_an_index_of_other_than_files_beside_it_is_lacking(hub: Hub, name: object) -> None:
     hub.fill()
     (hub.snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match=r"of which the cache lacks model.safetensors.index.json"):
+    with pytest.raises(ValueError, match=r"missing there: model.safetensors.index.json"):
         find_checkpoint(Path(NAME), is_offline=True)
 
 
 def test_offline_names_what_is_lacking_and_the_command(hub: Hub) -> None:
-    with pytest.raises(
-        ValueError, match=r"of which the cache lacks everything; run `hf download Acme/Tiny-1.0`"
-    ):
+    with pytest.raises(ValueError, match=r"missing there: all files\); run `hf download Acme/Tiny-1.0`"):
         find_checkpoint(Path(NAME), is_offline=True)
     hub.fill("model-00002*")
-    with pytest.raises(ValueError, match=r"of which the cache lacks model-00002-of-00003.safetensors"):
+    with pytest.raises(ValueError, match=r"missing there: model-00002-of-00003.safetensors"):
         open_frontend(EngineConfig(model=NAME, offline=True))
     assert hub.asked == []
 
@@ -123,7 +121,7 @@ def test_offline_does_without_a_tokenizer(hub: Hub) -> None:
     [
         (ConnectionError, r"\(ConnectionError: no way\); check the network, or run `hf download Acme/Tiny"),
         (GatedRepoError, r"accept its licence at https://huggingface.co/Acme/Tiny-1.0 and log in"),
-        (RepositoryNotFoundError, r"check the name, of which there is no local directory either"),
+        (RepositoryNotFoundError, r"check the name, under which there is no local directory either"),
     ],
 )
 def test_a_download_that_fails_says_what_to_do(hub: Hub, kind: type[Exception], remedy: str) -> None:
@@ -159,9 +157,7 @@ def test_a_gguf_file_of_a_repository_is_found_or_downloaded_alone(gguf_hub: Hub)
 def test_a_gguf_file_in_parts_comes_with_all_of_them(gguf_hub: Hub, number: int) -> None:
     gguf_hub.fill("Tiny-00002*")
     path = Path(f"{NAME}/BF16/Tiny-0000{number}-of-00002.gguf")
-    with pytest.raises(
-        ValueError, match=r"of which the cache lacks BF16/Tiny-00002-of-00002.gguf; run `hf download"
-    ):
+    with pytest.raises(ValueError, match=r"missing there: BF16/Tiny-00002-of-00002.gguf\); run `hf download"):
         find_checkpoint(path, is_offline=True)
     assert find_checkpoint(path) == gguf_hub.snapshot / "BF16" / path.name
     wanted = ["BF16/Tiny-00001-of-00002.gguf", "BF16/Tiny-00002-of-00002.gguf"]
@@ -170,7 +166,7 @@ def test_a_gguf_file_in_parts_comes_with_all_of_them(gguf_hub: Hub, number: int)
 
 def test_a_repository_of_gguf_files_is_refused_with_their_names(gguf_hub: Hub) -> None:
     with pytest.raises(
-        ValueError, match=r"2 GGUF models; name one of its files, as Acme/Tiny-1.0/BF16/Tiny-00001"
+        ValueError, match=r"2 GGUF models; name one of its files, such as Acme/Tiny-1.0/BF16/Tiny-00001"
     ):
         find_checkpoint(Path(NAME))
     with pytest.raises(ValueError, match=r"got Q9.gguf; .*: BF16/Tiny-00001-of-00002.gguf, Tiny-Q4_K_M.gguf"):

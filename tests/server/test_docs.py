@@ -18,8 +18,8 @@ from compiled_mtp.benchmarks import service_load
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
 from compiled_mtp.server.serve import make_parser
+from tests.server.forced_calls import CALLS
 from tests.server.serving import Running, ScriptedEngine, make_family, running
-from tests.server.test_openai import CALLS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
@@ -34,10 +34,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
 
 
 def test_every_example_is_run() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", *["python"] * 5, "bash"]
+    assert [kind for kind, _ in BLOCKS] == ["bash", "bash", *["python"] * 4, "bash"]
     # tests/server/test_serve.py starts servers, tests/benchmarks sends loads.
     make_parser().parse_args(shlex.split(BLOCKS[0][1])[2:])
-    service_load.make_parser().parse_args(shlex.split(BLOCKS[7][1].replace("\\\n", " "))[3:])
+    service_load.make_parser().parse_args(shlex.split(BLOCKS[6][1].replace("\\\n", " "))[3:])
 
 
 def test_curl(served: Any) -> None:
@@ -74,11 +74,6 @@ def test_the_client_of_the_examples(served: Any, capsys: pytest.CaptureFixture[s
     text, counts = capsys.readouterr().out.splitlines()
     assert text == "a text of it"
     assert "'accepted_tokens': " in counts
-
-
-def test_async_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(BLOCKS[6][1], "serving.md", "exec"), {})
-    assert capsys.readouterr().out
 
 
 def test_the_list_of_fields_without_effect() -> None:

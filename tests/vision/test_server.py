@@ -175,7 +175,7 @@ def make_stream(engine: Engine, chat: Any, images: Any, params: SamplingParams) 
         (content_of("http://example.com/a.png"), "image_url must have a host of"),
         (content_of("ftp://localhost/a.png"), "image_url must have a host of"),
         (content_of("http://127.0.0.1/a.png"), "image_url must have a host of"),
-        (content_of("http://localhost:1/a.png"), "have a host of public addresses alone, got localhost"),
+        (content_of("http://localhost:1/a.png"), "have a host with only public addresses, got localhost"),
         (content_of("http://[::1"), "image_url must be an address"),
         (content_of("http://localhost:99999/"), "image_url must be an address"),
         (content_of("file:///etc/passwd"), "name a file in media_root, got /etc/passwd"),

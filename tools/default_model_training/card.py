@@ -54,9 +54,9 @@ another run gives other weights of the same quality.
    {head_batch} x {head_sequence} tokens, half of them text, half written by the trunk itself at
    temperatures 0, 0.8 and 1; loss: the trunk's distribution at temperature {head_temperature}.
 
-In both, the head is chained on its own post-norm hidden, with the true tokens as inputs, and every
-draft sees the keys and values that it sees in decoding: those of the committed pairs, and those of
-its own chain.
+In both, the head runs as a chain on its own post-norm hidden states, with the true tokens as inputs.
+Every draft sees the keys and values that it sees in decoding: those of the committed tokens, and those
+of its own chain.
 
 ![curves](curves.png)
 
@@ -65,9 +65,9 @@ Bits per byte: **{bits_per_byte}** (windows of 1,024 tokens).
 
 Draft acceptance with `mtp_step` 3, from {prefixes} prefixes of 256 tokens out of held-out files,
 128 tokens decoded from each. `P(i)` is the share of verify rounds that accepted draft index i (and
-all before it). Rounds whose last 32 new tokens hold a 16-gram twice are counted apart as looping: a
-small model repeats itself, and drafts of a repetition are easy. Draft and target draw with the same
-Gumbel noise; the engine decodes in float32 on a CPU.
+all before it). A small model repeats itself, and repetitions are easy to draft, so rounds with the
+same 16-gram twice in the last 32 new tokens are also counted separately, as looping. Draft and
+target draw with the same Gumbel noise; the engine decodes in float32 on a CPU.
 
 | temperature | rounds counted | rounds | tokens per round | P(0) | P(1) | P(2) |
 |---|---|---|---|---|---|---|
