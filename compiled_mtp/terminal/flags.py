@@ -170,7 +170,7 @@ def add_fields(
     parser.note_fields(names, prefix)
     first = next(name for name in names if name in common)
     said = (
-        f"each flag is also an environment variable: --{first} is {prefix}{first.upper()}" if prefix else None
+        f"each flag is also a variable: --{first} is {prefix}{first.upper()}" if prefix else None
     )
     group, rare = parser.add_argument_group(title, said), parser.add_rare_group(f"more {title}", None)
     for name in names:
