@@ -15,6 +15,17 @@ without it are part of a graph cache's key."""
 MOST_ASPECT = 200
 """The longer side of an image over its shorter one, at most."""
 
+GENERATION_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Sampling parameters that a checkpoint's generation_config.json may set, under the same names."""
+
 # Sizes that are divided among ranks; and counts of heads of which several ranks may hold the same one. See
 # ModelConfig.shard.
 _DIVIDED = (
@@ -74,10 +85,6 @@ class VisionConfig:
         return max(self.most_pixels // self.cell**2, row, small // self.cell**2)
 
 
-def _sections(vision: VisionConfig | None) -> tuple[int, int, int] | None:
-    return None if vision is None else vision.mrope_section
-
-
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are changed for longer texts; models/rotary.py computes them.
@@ -95,10 +102,6 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-
-
-def _as_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    return None if scaling is None else asdict(scaling)
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,13 @@ class ModelConfig:
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False, metadata=NOT_TRACED)
     four_bit_group: int = field(default=0, metadata=NOT_TRACED)
     scaled_codes: str = field(default="", metadata=NOT_TRACED)
-    rope_scaling: RopeScaling | None = field(default=None, metadata={"traced": _as_json})
+    rope_scaling: RopeScaling | None = field(
+        default=None, metadata={"traced": lambda scaling: scaling and asdict(scaling)}
+    )
     world: int = 1
-    vision: VisionConfig | None = field(default=None, metadata={"traced": _sections})
+    vision: VisionConfig | None = field(
+        default=None, metadata={"traced": lambda vision: vision and vision.mrope_section}
+    )
 
     @property
     def linear_key_dim(self) -> int:

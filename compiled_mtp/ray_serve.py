@@ -347,16 +347,11 @@ async def _keep_bounds(
     period_s: float,
 ) -> None:
     """Adjust the bounds to the number of replicas, until cancelled."""
-    has_failed = False
-    while True:
-        try:
-            _set_bounds(await asyncio.to_thread(count), engine, prompts, max_open)
-            has_failed = False
-        except Exception:
-            if not has_failed:
-                logger.warning("Ray reports no number of replicas; max_open stays", exc_info=True)
-            has_failed = True
-        await asyncio.sleep(period_s)
+
+    async def adjust() -> None:
+        _set_bounds(await asyncio.to_thread(count), engine, prompts, max_open)
+
+    await _repeat(adjust, period_s, "Ray reports no number of replicas; max_open stays")
 
 
 async def _poll_replicas(
@@ -369,19 +364,30 @@ async def _poll_replicas(
 
     ask: returns the stats of each replica, or the exception that it raised.
     """
+
+    async def poll() -> None:
+        try:
+            answers = await ask()
+        except Exception:
+            metrics.set_replicas([], engine.num_unrouted)
+            raise
+        stats = [one for one in answers if not isinstance(one, BaseException)]
+        metrics.set_replicas(stats, engine.num_unrouted)
+
+    await _repeat(poll, period_s, "no replica reports its stats; gauges are 0 until one does")
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], period_s: float, warning: str) -> None:
+    """Run `work` every period_s seconds, until cancelled; of failures in a row the first is logged."""
     has_failed = False
     while True:
         try:
-            answers = await ask()
-            metrics.set_replicas(
-                [one for one in answers if not isinstance(one, BaseException)], engine.num_unrouted
-            )
+            await work()
             has_failed = False
         except Exception:
             if not has_failed:
-                logger.warning("no replica reports its stats; gauges are 0 until one does", exc_info=True)
+                logger.warning(warning, exc_info=True)
             has_failed = True
-            metrics.set_replicas([], engine.num_unrouted)
         await asyncio.sleep(period_s)
 
 

@@ -32,6 +32,7 @@ from compiled_mtp.models.mtp import DraftModel
 from compiled_mtp.models.qwen3_5 import TargetModel
 from compiled_mtp.models.rows import DecodeRows, Rows
 from compiled_mtp.ops.linear import linear
+from compiled_mtp.ops.linear_w4a16 import linear_w4a16
 from compiled_mtp.ops.linear_w8a8 import linear_w8a8
 from compiled_mtp.ops.quantize_rows import quantize_rows
 from compiled_mtp.ops.sample import Sampled, SamplingTables, sample
@@ -369,6 +370,8 @@ class Step(nn.Module):
             return self.target.logits(hidden)
         if self.quantizes_draft_rows:
             logits = linear_w8a8(*quantize_rows(hidden), head, scale, True)
+        elif scale is not None and head.dtype == torch.int16:
+            logits = linear_w4a16(hidden, head, scale, True)
         else:
             logits = linear(hidden, head, scale, True)
         # With draft_vocab every rank holds this head whole.

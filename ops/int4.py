@@ -21,6 +21,8 @@ ROWS = 16
 """Rows whose words lie together: a weight may be cut at multiples of them."""
 _SLICES = 4
 _WORDS = UNIT // _SLICES
+# Rows that `quantize_weight` holds in float32 at a time.
+_ROWS_AT_ONCE = 2048
 # The bits of the bfloat16 number -128; the zero point goes into its lowest bits.
 _MINUS_128 = 0xC300
 
@@ -56,6 +58,27 @@ def unpack_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scales [N, K / group] and zero points [N, K / group] uint8: the reverse of `pack_groups`."""
     scales, minus = groups.transpose(0, 1).unbind(-1)
     return scales.contiguous(), (minus.contiguous().view(torch.int16) & 127).to(torch.uint8)
+
+
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the words [N, K / 4] and the groups [K / UNIT, N, 2] in bfloat16 of the nearest codes of a
+    weight [N, K]; N is a multiple of ROWS, K of UNIT.
+
+    The codes of a group of UNIT columns reach from its least value, or 0, to its largest value, or 0.
+    """
+    n, k = weight.shape
+    words = torch.empty((n, k // _SLICES), dtype=torch.int16, device=weight.device)
+    groups = torch.empty((k // UNIT, n, 2), dtype=torch.bfloat16, device=weight.device)
+    for first in range(0, n, _ROWS_AT_ONCE):
+        rows = weight[first : first + _ROWS_AT_ONCE].float().unflatten(1, (-1, UNIT))
+        least, largest = rows.amin(-1).clamp(max=0.0), rows.amax(-1).clamp(min=0.0)
+        scale = ((largest - least) / 15).bfloat16()
+        scale = torch.where(scale == 0.0, 1.0, scale)
+        zeros = (-least / scale).round().clamp(0, 15)
+        codes = (rows / scale[..., None] + zeros[..., None]).round().clamp(0, 15)
+        words[first : first + len(rows)] = pack(codes.to(torch.uint8).flatten(1))
+        groups[:, first : first + len(rows)] = pack_groups(scale, zeros)
+    return words, groups
 
 
 def values_of_rows(words: torch.Tensor, groups: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -250,7 +250,9 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--draft-vocab", help="draft from that many lowest ids, or from those in a file")
     parser.add_argument(
-        "--draft-dtype", default="auto", help="dtype of what only drafts read: auto, weights or float8_e4m3fn"
+        "--draft-dtype",
+        default="auto",
+        help="dtype of what only drafts read: auto, weights, float8_e4m3fn or int4",
     )
     parser.add_argument("--kernels", action="store_true", help="print a step's time by kernel")
     parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="time one GPU, then N")
@@ -372,7 +374,7 @@ def time_ranks(
         "weights": arguments.codes
         or (f"int4 g{arguments.int4}" if arguments.int4 else "fp8" if arguments.fp8 else "bf16"),
         "recipe": arguments.fp8 or "bf16",
-        "draft_dtype": "float8_e4m3fn" if spec.drafts.has_fp8_linears else "weights",
+        "draft_dtype": spec.drafts.dtype,
         "ranks": ranks,
         "mtp_step": mtp_step,
         "graph_mode": str(runner.programs.graph_mode) if mode == "auto" else mode,

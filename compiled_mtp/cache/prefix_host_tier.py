@@ -46,8 +46,12 @@ class _HostRows:
     def put(self, key: bytes, size: int, priority: tuple[int, int]) -> HostEntry | None:
         """Add an entry of `size` rows for a chunk that has none, and evict entries of lower priority for it.
 
-        Entries with readers stay. Returns None, and evicts nothing, if the others free too few rows.
+        Entries with readers stay. Returns None, and evicts nothing, if the others free too few rows, and for
+        a chunk that has an entry, whose priority is raised.
         """
+        if (known := self.entries.get(key)) is not None:
+            known.priority = max(known.priority, priority)
+            return None
         missing, evicted = size - len(self.free), list[HostEntry]()
         if missing > 0:
             for entry in sorted(self.entries.values(), key=lambda entry: entry.priority):
@@ -121,19 +125,14 @@ class PrefixHostTier:
         the tier already holds is not copied again.
         """
         entries: list[HostEntry] = []
-        record, pairs = None, tuple[tuple[int, int], ...]()
-        if snapshot is not None and self._is_new(self._states, key, (snapshot[1], 0)):
-            entry = self._states.put(key, 1, (snapshot[1], 0))
-            if entry is not None:
-                (record,) = entry.rows
-                entries.append(entry)
-        if block_ids and self._is_new(self._blocks, key, (last_use, -number)):
-            entry = self._blocks.put(key, len(block_ids), (last_use, -number))
-            if entry is not None:
-                pairs = tuple(zip(block_ids, entry.rows, strict=True))
-                entries.append(entry)
+        source, record, pairs = None, None, tuple[tuple[int, int], ...]()
+        if snapshot is not None and (entry := self._states.put(key, 1, (snapshot[1], 0))):
+            source, (record,) = snapshot[0], entry.rows
+            entries.append(entry)
+        if block_ids and (entry := self._blocks.put(key, len(block_ids), (last_use, -number))):
+            pairs = tuple(zip(block_ids, entry.rows, strict=True))
+            entries.append(entry)
         if entries:
-            source = None if record is None or snapshot is None else snapshot[0]
             self._evictions.append(Eviction(source, record, pairs, tuple(entries)))
 
     def take_evictions(self) -> list[Eviction]:
@@ -203,13 +202,6 @@ class PrefixHostTier:
                 assert entry.num_readers == readers, "an entry's readers are miscounted"
                 assert entry.is_ready != any(one is entry for one in coming), "a copy to the tier is lost"
         assert all(self._rows_of(entry).entries.get(entry.key) is entry for entry in (*held, *coming))
-
-    def _is_new(self, rows: _HostRows, key: bytes, priority: tuple[int, int]) -> bool:
-        """Return whether a chunk has no entry; raise the priority of the one that it has."""
-        entry = rows.entries.get(key)
-        if entry is not None:
-            entry.priority = max(entry.priority, priority)
-        return entry is None
 
     def _rows_of(self, entry: HostEntry) -> _HostRows:
         return self._states if self._states.entries.get(entry.key) is entry else self._blocks

@@ -35,14 +35,14 @@ from compiled_mtp.models.weight_format import (
     FP8,
     describe_kept,
     describe_recipe,
-    packed_names,
+    kept_by_name,
 )
 from compiled_mtp.models.weights import check_weights, multiplied_out
 from compiled_mtp.ops.device import GPU, assume, is_assumed, memory_of
 from compiled_mtp.runner.device_memory import free_device_bytes
 from compiled_mtp.runner.forecast import draft_head_bytes, forecast, parameter_bytes
 from compiled_mtp.runner.host_memory import available_bytes
-from compiled_mtp.runner.memory_plan import MemoryPlan
+from compiled_mtp.runner.memory_plan import MemoryPlan, mib
 from compiled_mtp.runner.spec import EngineSpec, resolve
 from compiled_mtp.terminal.console import EXIT_OK, check_stdout, run_command, write_text
 from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given
@@ -173,7 +173,7 @@ def describe_files(weights: Mapping[str, StoredWeight]) -> Iterator[str]:
         counts[kind, form] += not is_scale
         sizes[kind, form] += weight.num_bytes
     for (kind, form), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        yield f"stored      {kind}: {counts[kind, form]} in {form}, {_mib(size)}"
+        yield f"stored      {kind}: {counts[kind, form]} in {form}, {mib(size)}"
 
 
 def describe_tower(path: Path) -> Iterator[str]:
@@ -181,7 +181,7 @@ def describe_tower(path: Path) -> Iterator[str]:
     headers = {} if path.suffix == ".gguf" else read_visual_headers(path)
     if headers:
         size = sum(header.num_bytes for header in headers.values())
-        yield f"vision      {len(headers)} weights of {_mib(size)}, which max_images loads"
+        yield f"vision      {len(headers)} weights of {mib(size)}, which max_images loads"
 
 
 def describe_run(
@@ -193,19 +193,14 @@ def describe_run(
     """
     spec = resolve(config, model, model.vocab_size)
     formats, drafts = spec.weight_formats, spec.drafts
-    kept: dict[str, list[str]] = {}
-    for parameter, form in formats.items():
-        if form.has_factors:
-            for name in packed_names(form) if form.is_packed else ("FP8",):
-                kept.setdefault(name, []).append(parameter)
     packed = multiplied_out(model, weights, formats)
     name = str(spec.dtype).removeprefix("torch.")
     yield f"runs        on {spec.device.type}, in {name}{describe_recipe(spec.weight_recipe, formats)}"
-    for kind, names in kept.items():
+    for kind, names in kept_by_name(formats).items():
         yield f"kept        {describe_kept(names)} in {kind}"
     if packed:
         before = sum(weight.num_bytes for weight in packed)
-        yield f"multiplied  {len(packed)} weights of {_mib(before)}, while they are loaded"
+        yield f"multiplied  {len(packed)} weights of {mib(before)}, while they are loaded"
     world = config.tensor_parallel
     head_bytes = draft_head_bytes(spec, model.vocab_size // world)
     if described := drafts.describe(head_bytes).removeprefix(", drafts "):
@@ -214,7 +209,7 @@ def describe_run(
         yield f"adapter     {read_adapter(config.lora).describe()}"
     needed, free = parameter_bytes(spec) + head_bytes, _free_bytes(spec)
     each = f" on each of {world} ranks" if world > 1 else ""
-    yield f"memory      {_mib(needed)} of weights{each}, {_mib(free)} free"
+    yield f"memory      {mib(needed)} of weights{each}, {mib(free)} free"
     sizes: dict[str, Any] = {"with_mtp": spec.mtp_step > 0, "free_bytes": free, "world": world}
     check_weights(model, path, formats, spec.dtype, **sizes, lora=config.lora)
     memory = forecast(spec, free_bytes=free, host_bytes=available_bytes() // world)
@@ -225,7 +220,7 @@ def describe_caches(spec: EngineSpec, memory: MemoryPlan) -> Iterator[str]:
     """Yield lines on the caches: the slots, and the tokens of all requests together and of one."""
     blocks, size = memory.num_blocks - 1, spec.config.block_size
     caches = f"{memory.max_batch} slots, {blocks * size} tokens in {blocks} blocks"
-    yield f"caches      {caches}, {memory.num_snapshots} state snapshots: {_mib(memory.total_bytes)}"
+    yield f"caches      {caches}, {memory.num_snapshots} state snapshots: {mib(memory.total_bytes)}"
     yield f"request     at most {memory.max_model_len} tokens of the checkpoint's {spec.max_model_len}"
 
 
@@ -238,7 +233,3 @@ def _free_bytes(spec: EngineSpec) -> int:
 
 def _kind_of(name: str) -> str:
     return next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name))
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"

@@ -174,7 +174,7 @@ def _to_line(job: Job) -> dict[str, Any]:
         "token_ids": job.token_ids,
         "finish_reason": job.finish_reason,
         "error": job.error,
-        "metrics": None if job.metrics is None else _metrics_fields(job.metrics),
+        "metrics": None if job.metrics is None else {name: getattr(job.metrics, name) for name in _METRICS},
         "logprobs": _entries(job.logprobs),
         "prompt_logprobs": _entries(job.prompt_logprobs),
         "drafts": None if job.drafts is None else [one._asdict() for one in job.drafts],
@@ -192,7 +192,3 @@ def _entry_fields(entry: TokenLogprob) -> dict[str, Any]:
     fields = {"id": entry.token_id, "bytes": list(entry.bytes), "logprob": logprob, "rank": entry.rank}
     fields |= {"top": top, "entropy": entry.entropy}
     return fields if entry.processed is None else fields | {"processed": _entry_fields(entry.processed)}
-
-
-def _metrics_fields(metrics: RequestMetrics) -> dict[str, Any]:
-    return {name: getattr(metrics, name) for name in _METRICS}

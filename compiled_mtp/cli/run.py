@@ -164,6 +164,11 @@ def decode(
             is_interrupted = _step_to_end(engine, feed, jobs, printer, interrupts)
         except KeyboardInterrupt:
             is_interrupted = True
+        except Exception:
+            if printer is not None:
+                # Those that waited for the ones that the error ended.
+                printer.finish_rest([job for job in jobs if job.finish_reason is not None])
+            raise
         seconds = time.perf_counter() - start
         if is_interrupted:
             for job in jobs:

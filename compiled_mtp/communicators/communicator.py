@@ -144,17 +144,13 @@ class Communicator(ABC):
     def name_missing(self) -> None:  # noqa: B027 - on a host the counts name the rank
         """End what waits on the device, so that `check` names the missing rank."""
 
-    def expect_steps(self) -> None:
-        """Begin steps, in which all ranks enter the same collectives at once.
+    def expect_steps(self, has_steps: bool = True) -> None:
+        """Begin steps, in which all ranks enter the same collectives at once; with False, end them.
 
-        Before this call ranks load and compile, each at its own pace. After it rank 0 ends a rank that does
+        Outside steps ranks load and compile, each at its own pace. Within them rank 0 ends a rank that does
         not come within seconds; the other ranks wait without a limit, since rank 0 may be paused.
         """
-        self.has_steps = True
-
-    def expect_start(self) -> None:
-        """End steps until the next `expect_steps`: ranks load and compile again, each at its own pace."""
-        self.has_steps = False
+        self.has_steps = has_steps
 
     @abstractmethod
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,23 +188,12 @@ def _sum_partials(partials: torch.Tensor, dtype: torch.dtype, number: int) -> to
     return communicator._add(partials.contiguous(), dtype)
 
 
-def _gather_partials_fake(partials: torch.Tensor, world: int, number: int) -> torch.Tensor:
-    return partials.new_empty((world, *partials.shape[1:]))
-
-
-def _sum_partials_fake(partials: torch.Tensor, dtype: torch.dtype, number: int) -> torch.Tensor:
-    return partials.new_empty(partials.shape[1:], dtype=dtype)
-
-
-def _gather_fake(x: torch.Tensor, world: int, number: int) -> torch.Tensor:
-    return x.new_empty((world, *x.shape))
-
-
-for _name, _call, _fake in (
-    ("gather", _gather, _gather_fake),
-    ("gather_partials", _gather_partials, _gather_partials_fake),
-    ("sum_partials", _sum_partials, _sum_partials_fake),
-):
+_OPERATORS: tuple[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]], ...] = (
+    ("gather", _gather, lambda x, world, _: x.new_empty((world, *x.shape))),
+    ("gather_partials", _gather_partials, lambda x, world, _: x.new_empty((world, *x.shape[1:]))),
+    ("sum_partials", _sum_partials, lambda x, dtype, _: x.new_empty(x.shape[1:], dtype=dtype)),
+)
+for _name, _call, _fake in _OPERATORS:
     _LIBRARY.impl(_name, _call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_mtp::{_name}", _fake, lib=_LIBRARY)
     add_overload(getattr(torch.ops.compiled_mtp, _name).default)

@@ -42,15 +42,10 @@ class GlooCommunicator(Communicator):
         self._group = ProcessGroupGloo(self._store, rank, world, options)
         self._group._set_default_timeout(timedelta(seconds=START_S))
 
-    def expect_steps(self) -> None:
+    def expect_steps(self, has_steps: bool = True) -> None:
         """Do as `Communicator.expect_steps` says."""
-        super().expect_steps()
-        self._group._set_default_timeout(timedelta(seconds=ENDLESS_S))
-
-    def expect_start(self) -> None:
-        """Do as `Communicator.expect_start` says."""
-        super().expect_start()
-        self._group._set_default_timeout(timedelta(seconds=START_S))
+        super().expect_steps(has_steps)
+        self._group._set_default_timeout(timedelta(seconds=ENDLESS_S if has_steps else START_S))
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((self.world * x.shape[0], *x.shape[1:]))

@@ -42,15 +42,10 @@ class NcclCommunicator(GlooCommunicator):
         self._lock, self._is_aborted = threading.Lock(), False
         self._device_group = ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, world, options)
 
-    def expect_steps(self) -> None:
+    def expect_steps(self, has_steps: bool = True) -> None:
         """Do as `Communicator.expect_steps` says."""
-        super().expect_steps()
-        self._device_group._set_default_timeout(timedelta(seconds=ENDLESS_S))
-
-    def expect_start(self) -> None:
-        """Do as `Communicator.expect_start` says."""
-        super().expect_start()
-        self._device_group._set_default_timeout(timedelta(seconds=START_S))
+        super().expect_steps(has_steps)
+        self._device_group._set_default_timeout(timedelta(seconds=ENDLESS_S if has_steps else START_S))
 
     def abort(self) -> None:
         """Do as `Communicator.abort` says, in a thread of its own.

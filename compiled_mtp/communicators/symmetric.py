@@ -110,15 +110,10 @@ class SymmetricCommunicator(GlooCommunicator):
         # No rank sends before all ranks have their memory.
         self.least(0)
 
-    def expect_steps(self) -> None:
+    def expect_steps(self, has_steps: bool = True) -> None:
         """Do as `Communicator.expect_steps` says."""
-        super().expect_steps()
-        self._control[1] = int(ENDLESS_S * 1e9)
-
-    def expect_start(self) -> None:
-        """Do as `Communicator.expect_start` says."""
-        super().expect_start()
-        self._control[1] = int(START_S * 1e9)
+        super().expect_steps(has_steps)
+        self._control[1] = int((ENDLESS_S if has_steps else START_S) * 1e9)
 
     def name_missing(self) -> None:
         """Do as `Communicator.name_missing` says."""

@@ -222,11 +222,11 @@ class EngineConfig(BaseSettings):
         "rings; off for the MTP head's drafts alone; no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
-    draft_dtype: Literal["auto", "weights", "float8_e4m3fn"] = Field(
+    draft_dtype: Literal["auto", "weights", "float8_e4m3fn", "int4"] = Field(
         default="auto",
         description="dtype of weights that only drafts read (the MTP layer's linears, a copy of the head's "
-        "rows): weights as stored, float8_e4m3fn in blocks of 128, auto for FP8 on GPUs that convert it if "
-        "the model is bfloat16; no token depends on it",
+        "rows): weights as stored, float8_e4m3fn in blocks of 128, int4 for a head in groups of 128 and the "
+        "rest in FP8, auto for what suits a bfloat16 model and the GPU; no token depends on it",
         json_schema_extra=NOT_TRACED,
     )
     seed: int | None = Field(

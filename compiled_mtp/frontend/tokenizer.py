@@ -296,18 +296,24 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, None for any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _plain_call(name: str, call: Any) -> Any:
     """Return a tool call with its arguments as an object: OpenAI's are text; templates iterate over them."""
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str):
         return call
-    try:
-        # A call of a function without parameters may have empty text.
-        parsed = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
+    # A call of a function without parameters may have empty text.
+    parsed = json_object(arguments) if arguments.strip() else {}
+    if parsed is None:
         raise ValueError(
             f"{name}.function.arguments must be a JSON object, got {quote(arguments)}; send the arguments "
             "that the model wrote, or an object"

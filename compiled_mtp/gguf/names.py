@@ -9,6 +9,7 @@ which order, and how to change their values. No torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -260,9 +261,4 @@ class _Names:
 
 def _num_rows(tensor: Tensor) -> int:
     """The number of rows of a matrix or a stack of matrices, or of values of a vector."""
-    if len(tensor.shape) == 1:
-        return tensor.shape[0]
-    count = 1
-    for size in tensor.shape[:-1]:
-        count *= size
-    return count
+    return math.prod(tensor.shape[:-1] or tensor.shape)

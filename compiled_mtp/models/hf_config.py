@@ -9,21 +9,11 @@ from typing import Any
 from compiled_mtp.errors import check, fail, shown
 from compiled_mtp.gguf.config import generation_config, hf_config
 from compiled_mtp.gguf.container import list_models, read_container
-from compiled_mtp.model_config import ModelConfig
+from compiled_mtp.model_config import GENERATION_FIELDS, ModelConfig
 from compiled_mtp.models.config_keys import FIX, Keys, read_json
 from compiled_mtp.models.family import MODEL_TYPES
 from compiled_mtp.models.stored import as_stored
 from compiled_mtp.models.vision_fields import read_vision
-
-_SAMPLING_KEYS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 def read_model_config(path: str | Path, *, max_pixels: int = 0) -> ModelConfig:
@@ -104,7 +94,7 @@ def _sampling_fields(
     eos.update(_tokenizer_eos(root))
     wrong = sorted(i for i in eos if not 0 <= i < text["vocab_size"])
     check(not wrong, "eos_token_id", f"be ids below vocab_size ({text['vocab_size']})", wrong, remedy)
-    defaults = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+    defaults = {key: generation[key] for key in GENERATION_FIELDS if generation.get(key) is not None}
     for key, value in defaults.items():
         check(type(value) in (int, float), key, "be a number", repr(value), "fix generation_config.json")
     if generation.get("do_sample") is False:

@@ -181,11 +181,16 @@ def _norms_and_ffn(
         f"{src}input_layernorm.weight": _whole(f"{dst}input_norm.weight", c.hidden_size),
         f"{src}post_attention_layernorm.weight": _whole(f"{dst}post_norm.weight", c.hidden_size),
     }
+    h, ffn = c.hidden_size, f"{dst}ffn."
     if not c.is_moe:
-        return norms | _dense(c, src, dst)
-    shared = _shared_expert(c, f"{src}mlp.shared_expert.", f"{dst}ffn.shared_")
-    own = shared if f"{dst}ffn.shared_gate_up" in formats else {}
-    return norms | _moe(c, src, dst, is_stacked) | own
+        names = (f"{ffn}gate_up.weight", f"{ffn}down.weight")
+        return norms | _gated(f"{src}mlp.", *names, c.intermediate_size, h)
+    layout = norms | _moe(c, src, dst, is_stacked)
+    if f"{ffn}shared_gate_up" in formats:
+        # The shared expert in parameters of its own.
+        names = (f"{ffn}shared_gate_up", f"{ffn}shared_down")
+        layout |= _gated(f"{src}mlp.shared_expert.", *names, c.moe_intermediate_size, h)
+    return layout
 
 
 def _attention(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
@@ -266,12 +271,14 @@ def _split_ba(c: ModelConfig, parameter: str, start: int) -> Iterator[WeightShar
             yield WeightShard(parameter, row, per_key, (2 * head + part) * per_key)
 
 
-def _dense(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
-    h, i = c.hidden_size, c.intermediate_size
+def _gated(
+    src: str, gate_up: str, down: str, inner: int, hidden: int, expert: int | None = None
+) -> dict[str, Stored]:
+    """One FFN, or one expert of stacks: gate and up in one parameter, down in another."""
     return {
-        f"{src}mlp.gate_proj.weight": _part(f"{dst}ffn.gate_up.weight", 0, i, h),
-        f"{src}mlp.up_proj.weight": _part(f"{dst}ffn.gate_up.weight", i, i, h),
-        f"{src}mlp.down_proj.weight": _whole(f"{dst}ffn.down.weight", h, i),
+        f"{src}gate_proj.weight": _part(gate_up, 0, inner, hidden, expert=expert),
+        f"{src}up_proj.weight": _part(gate_up, inner, inner, hidden, expert=expert),
+        f"{src}down_proj.weight": _part(down, 0, hidden, inner, expert=expert),
     }
 
 
@@ -291,17 +298,5 @@ def _moe(c: ModelConfig, src: str, dst: str, is_stacked: bool) -> dict[str, Stor
     else:
         single |= {f"{src}mlp.experts.{expert}.": expert for expert in range(e)}
     for name, expert in single.items():
-        layout[f"{name}gate_proj.weight"] = _part(gate_up, 0, mi, h, expert=expert)
-        layout[f"{name}up_proj.weight"] = _part(gate_up, mi, mi, h, expert=expert)
-        layout[f"{name}down_proj.weight"] = _part(down, 0, h, mi, expert=expert)
+        layout |= _gated(name, gate_up, down, mi, h, expert)
     return layout
-
-
-def _shared_expert(c: ModelConfig, src: str, dst: str) -> dict[str, Stored]:
-    """The shared expert in parameters of its own."""
-    h, mi = c.hidden_size, c.moe_intermediate_size
-    return {
-        f"{src}gate_proj.weight": _part(f"{dst}gate_up", 0, mi, h),
-        f"{src}up_proj.weight": _part(f"{dst}gate_up", mi, mi, h),
-        f"{src}down_proj.weight": _whole(f"{dst}down", h, mi),
-    }

@@ -132,11 +132,6 @@ class WeightFormat:
         return out
 
 
-def _reads_fp8(device: torch.device) -> bool:
-    # A CPU's reference would multiply the weight out in every call, and older GPUs cannot convert e4m3.
-    return fp8.converts_fp8(device)
-
-
 PLAIN = WeightFormat("plain")
 FP8 = WeightFormat(
     name="fp8 in blocks of 128",
@@ -149,7 +144,8 @@ FP8 = WeightFormat(
     parameters=re.compile(
         r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)\.weight|ffn\.(gate_up|down)(\.weight)?)$"
     ),
-    is_read_on=_reads_fp8,
+    # A CPU's reference would multiply the weight out in every call, and older GPUs cannot convert e4m3.
+    is_read_on=lambda device: fp8.converts_fp8(device),
 )
 
 _DENSE = re.compile(r"\.(mixer\.(qkv|o_proj|in_proj|out_proj)|ffn\.(gate_up|down))\.weight$")
@@ -166,7 +162,7 @@ def four_bits(group: int, scale_dtype: torch.dtype) -> WeightFormat:
         storage=torch.int16,
         block=int4.UNIT,
         parameters=re.compile(rf"{_DENSE.pattern}|{EXPERTS.pattern}|^lm_head\.weight$"),
-        is_read_on=lambda device: reads_int4(device),
+        is_read_on=lambda device: reads_codes(device),
         group=group,
         scale_dtype=scale_dtype,
     )
@@ -183,7 +179,7 @@ def scaled_codes(parts: Sequence[CodedRows]) -> WeightFormat:
         storage=torch.int16,
         block=blocks.UNIT,
         parameters=_CODED,
-        is_read_on=lambda device: reads_blocks(device),
+        is_read_on=lambda device: reads_codes(device),
         parts=tuple(parts),
         scale_dtype=torch.int16,
     )
@@ -207,13 +203,8 @@ def coded_part(
     raise IndexError(first)
 
 
-def reads_blocks(device: torch.device) -> bool:
-    """Whether products on `device` read scaled codes."""
-    return device.type == "cuda" and capability_of(device) >= (8, 0)
-
-
-def reads_int4(device: torch.device) -> bool:
-    """Whether products on `device` read four-bit codes."""
+def reads_codes(device: torch.device) -> bool:
+    """Whether products on `device` read packed codes, four-bit and scaled ones."""
     return device.type == "cuda" and capability_of(device) >= (8, 0)
 
 
@@ -280,21 +271,22 @@ def formats_for(
     return formats
 
 
-def packed_names(form: WeightFormat) -> tuple[str, ...]:
-    """What a matrix in packed codes holds, by name; several names for parts of several kinds."""
-    if form.group:
-        return ("four bits",)
-    return tuple(dict.fromkeys(part.name for part in form.parts))
+def kept_by_name(formats: Mapping[str, WeightFormat]) -> dict[str, list[str]]:
+    """The parameters that keep packed codes or FP8, by what they hold; several names for parts of several
+    kinds."""
+    kept: dict[str, list[str]] = {}
+    for parameter, form in formats.items():
+        codes = ["four bits"] if form.group else [part.name for part in form.parts]
+        for name in dict.fromkeys(codes or (["FP8"] if form.has_factors else [])):
+            kept.setdefault(name, []).append(parameter)
+    return kept
 
 
 def describe_recipe(recipe: Recipe | None, formats: Mapping[str, WeightFormat]) -> str:
     """The log text about FP8 and packed weights; empty for a checkpoint without them."""
     if recipe is None:
-        kept: dict[str, list[str]] = {}
-        for parameter, form in formats.items():
-            for name in packed_names(form):
-                kept.setdefault(name, []).append(parameter)
-        texts = [f"{describe_kept(parameters)} in {name}" for name, parameters in kept.items()]
+        kept = kept_by_name(formats).items()
+        texts = [f"{describe_kept(parameters)} in {name}" for name, parameters in kept]
         return f" ({', '.join(texts)})" if texts else ""
     is_kept = any(form.has_factors for form in formats.values())
     return f" (FP8 as {recipe}{'' if is_kept else ', multiplied out'})"

@@ -197,7 +197,7 @@ def load_weights(
     layout = with_scales(shard_layout(whole, config, formats, rank, world, prompt_rows=prompt_rows), formats)
     check_parameters(layout, parameters, path, formats)
     num_bytes = {name: _shard_bytes(stored, weights[name]) for name, stored in layout.items()}
-    done = 0
+    done, total = 0, sum(num_bytes.values())
     checks: list[tuple[StoredWeight, torch.Tensor]] = []
     # In the order of the files, so that a disk reads forwards.
     for name in (n for n in weights if n in layout):
@@ -213,7 +213,7 @@ def load_weights(
             copied(weight.name)
         done += num_bytes[name]
         if progress is not None:
-            progress(done, sum(num_bytes.values()))
+            progress(done, total)
     check_scales(checks)
     if is_checked and (wrong := find_not_finite(parameters)):
         raise _not_finite(wrong, layout, weights, parameters)

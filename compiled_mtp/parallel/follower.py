@@ -144,11 +144,10 @@ def fingerprint(model: Path, lora: Path | None = None, *, has_files: bool) -> di
         if lora is not None:
             digest.update(read_adapter(lora).key.encode())
     package = Path(__file__).parents[1]
-    folders = [package / name for name in ("cache", "graphs", "models", "ops", "parallel", "vision")]
     return {
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "source of compiled-mtp": source_digest([*sorted(package.glob("*.py")), *folders]),
+        "source of compiled-mtp": source_digest((package, package / "ops", package / "graphs")),
         "checkpoint": digest.hexdigest()[:16],
         "instruction set of torch": torch.backends.cpu.get_cpu_capability(),
         **{f"torch's {name}": str(value) for name, value in asdict(NumericSettings.read()).items()},

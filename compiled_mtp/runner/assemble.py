@@ -88,20 +88,8 @@ def build(
         check_key(spec.cache, {"tensor_parallel": spec.world}, is_whole=False)
         key = early_key(spec)
         check_key(spec.cache, key, is_whole=False)
-    before_bytes = _free_bytes(spec)
-    target, draft = _load(spec, progress, fill)
-    encoder = _load_tower(spec, fill, tower_path or spec.config.model)
-    if draft is not None:
-        allocate = partial(_allocate_draft, spec)
-        draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
-    if spec.device.type == "cpu":
-        pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
+    target, draft, encoder, free_bytes = _load(spec, progress, fill, tower_path or spec.config.model)
     models = [target] if draft is None else [target, draft]
-    free_bytes = _free_bytes(spec)
-    if spec.device.type == "cuda":
-        # As `inspect` predicts, unless loading took more.
-        loaded = models if encoder is None else [*models, encoder.tower]
-        free_bytes = min(free_bytes, free_beside(loaded, before_bytes))
     if memory is None:
         max_batch = resolve_max_batch(spec, free_bytes)
         spec = fit_wide_rounds(spec, max_batch, free_bytes)
@@ -204,6 +192,27 @@ def _later(programs: Programs, depths: Sequence[int], saved: Path | None) -> Lat
 
 
 def _load(
+    spec: EngineSpec, progress: Progress | None, fill: Fill | None, tower_path: Path
+) -> tuple[TargetModel, DraftModel | None, Encoder | None, int]:
+    """All models with their weights, as steps read them, and the bytes that are free beside them."""
+    before_bytes = _free_bytes(spec)
+    target, draft = _load_model(spec, progress, fill)
+    encoder = _load_tower(spec, fill, tower_path)
+    if draft is not None:
+        allocate = partial(allocate_draft, spec)
+        draft = spec.drafts.quantize(draft, spec.model, spec.weight_formats, allocate)
+    if spec.device.type == "cpu":
+        pack_weights(target, draft, spec.model, spec.weight_formats, spec.communicator)
+    free_bytes = _free_bytes(spec)
+    if spec.device.type == "cuda":
+        # As `inspect` predicts, unless loading took more.
+        loaded = [target, draft, None if encoder is None else encoder.tower]
+        beside = free_beside([model for model in loaded if model is not None], before_bytes)
+        free_bytes = min(free_bytes, beside)
+    return target, draft, encoder, free_bytes
+
+
+def _load_model(
     spec: EngineSpec, progress: Progress | None, fill: Fill | None
 ) -> tuple[TargetModel, DraftModel | None]:
     if fill is None:
@@ -225,10 +234,8 @@ def _load(
         )
     arguments = (spec.model_shard, spec.dtype, spec.device, spec.weight_formats, spec.communicator)
     target = FAMILIES[spec.model.family].target(*arguments)
-    draft = _allocate_draft(spec, spec.weight_formats) if spec.mtp_step else None
-    parameters = {name: parameter.data for name, parameter in target.named_parameters()}
-    if draft is not None:
-        parameters |= {f"mtp.{name}": parameter.data for name, parameter in draft.named_parameters()}
+    draft = allocate_draft(spec, spec.weight_formats) if spec.mtp_step else None
+    parameters = parameters_of(target, draft)
     if fill is not None:
         fill(parameters)
     else:
@@ -272,7 +279,19 @@ def _load_tower(spec: EngineSpec, fill: Fill | None, path: Path) -> Encoder | No
     return Encoder(tower)
 
 
-def _allocate_draft(spec: EngineSpec, formats: Formats) -> DraftModel:
+def parameters_of(target: TargetModel, draft: DraftModel | None) -> dict[str, torch.Tensor]:
+    """The parameters by the names of a layout."""
+    models = ("", target), ("mtp.", draft)
+    return {
+        prefix + name: parameter.data
+        for prefix, model in models
+        if model is not None
+        for name, parameter in model.named_parameters()
+    }
+
+
+def allocate_draft(spec: EngineSpec, formats: Formats) -> DraftModel:
+    """This rank's MTP layer with parameters of these formats, which have no values yet."""
     draft = FAMILIES[spec.model.family].draft
     return draft(spec.model_shard, spec.dtype, spec.device, formats, spec.communicator)
 

@@ -64,11 +64,11 @@ def fit_wide_rounds(spec: EngineSpec, max_batch: int, free_bytes: int) -> Engine
         stored = read_key(spec.cache)["wide_shapes"]
         return replace(spec, wide_shapes=tuple(RoundShape(*shape) for shape in stored))
     slots, least = max_batch + SPARE_SLOTS, cache_shape(spec.narrow(0))
-    left = int(free_bytes * config.memory_utilization) - slots * least.state_row_bytes()
+    left = int(free_bytes * config.memory_utilization) - slots * least.state_row_bytes
     left -= (config.num_blocks or 0) * least.block_bytes(config.block_size)
 
     def fits(wide: EngineSpec) -> bool:
-        more_bytes = slots * (cache_shape(wide).state_row_bytes() - least.state_row_bytes())
+        more_bytes = slots * (cache_shape(wide).state_row_bytes - least.state_row_bytes)
         return more_bytes <= max(_WIDE_SHARE * left, 0)
 
     fitted = next(wide for wide in map(spec.narrow, (*_WIDE_DRAFTS, 0)) if fits(wide))
@@ -98,7 +98,7 @@ def default_max_batch(
     batch = DEFAULT_GPU_BATCH
     while batch > DEFAULT_BATCH:
         blocks = num_blocks or batch * blocks_each + 1
-        rows_bytes = (batch + SPARE_SLOTS) * shape.state_row_bytes()
+        rows_bytes = (batch + SPARE_SLOTS) * shape.state_row_bytes
         blocks_bytes, most_bytes = blocks * shape.block_bytes(block_size), room
         if batch > _MANY_REQUESTS:
             rows_bytes += scratch_bytes(batch)

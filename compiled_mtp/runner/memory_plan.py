@@ -87,8 +87,8 @@ def plan_memory(
     all_bytes = free_bytes
     free_bytes -= other_bytes + host_bytes
     rows = max_batch + SPARE_SLOTS
-    block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes()
-    each_bytes = shape.snapshot_bytes()
+    block_bytes, row_bytes = shape.block_bytes(block_size), shape.state_row_bytes
+    each_bytes = shape.snapshot_bytes
     least_bytes = (num_blocks or _LEAST_BLOCKS) * block_bytes + rows * row_bytes
     wanted = _count_snapshots(prefix_cache_bytes, free_bytes, least_bytes, each_bytes)
     count = num_blocks
@@ -97,13 +97,13 @@ def plan_memory(
         count = max(min(room, max_batch * -(-max_model_len // block_size) + 1), _LEAST_BLOCKS)
     needed = count * block_bytes + rows * row_bytes + wanted * each_bytes
     if needed > free_bytes:
-        snapshots = f", {wanted} state snapshots of {_mib(each_bytes)}" if wanted else ""
+        snapshots = f", {wanted} state snapshots of {mib(each_bytes)}" if wanted else ""
         others = [(host_bytes, "offloaded requests"), (other_bytes, "other buffers")]
-        besides = " and ".join(f"{_mib(count)} for {what}" for count, what in others if count)
+        besides = " and ".join(f"{mib(count)} for {what}" for count, what in others if count)
         besides = f", besides {besides}" if besides else ""
         raise ValueError(
-            f"free memory must hold {_mib(needed)} of caches ({rows} state rows of {_mib(row_bytes)}, "
-            f"{count} blocks of {_mib(block_bytes)}{snapshots}){besides}, got {_mib(all_bytes)}; lower "
+            f"free memory must hold {mib(needed)} of caches ({rows} state rows of {mib(row_bytes)}, "
+            f"{count} blocks of {mib(block_bytes)}{snapshots}){besides}, got {mib(all_bytes)}; lower "
             f"max_batch{', prefix_cache_gb' if wanted else ''}{', offload_gb' if host_bytes else ''} or "
             "num_blocks"
         )
@@ -119,11 +119,12 @@ def _count_snapshots(given_bytes: int | None, free_bytes: int, least_bytes: int,
         return max(min(share, free_bytes - least_bytes), 0) // each_bytes
     if 0 < given_bytes < each_bytes:
         raise ValueError(
-            f"prefix_cache_gb must hold a state snapshot of {_mib(each_bytes)}, got {_mib(given_bytes)}; "
+            f"prefix_cache_gb must hold a state snapshot of {mib(each_bytes)}, got {mib(given_bytes)}; "
             "raise it, or turn prefix_cache off"
         )
     return given_bytes // each_bytes
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
+    """Bytes as text in MiB."""
     return f"{count / 2**20:.1f} MiB"

@@ -136,6 +136,8 @@ class Runner:
         """Forget every launch and all that an interrupted launch may have left half done; wait for copies."""
         self._launches.clear()
         self._masks.clear()
+        if self.is_asleep:
+            return
         if self.encoder is not None:
             self.encoder.clear()
         self.programs.forget_batches()
@@ -176,11 +178,14 @@ class Runner:
         with self._at_own_pace():
             Runner.drop_launches(self)
             self._wait_for_device()
-            self.programs.drop()
+            programs = self.programs
+            # First: an exception leaves a runner that is whole or asleep.
+            del self.step, self.programs, self.moves
+            programs.drop()
+            del programs
             self._free_buffers.clear()
             self.later = None
             self.encoder = None
-            del self.step, self.programs, self.moves
             gc.collect()
             if self.spec.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -197,7 +202,9 @@ class Runner:
         # Updates replace no weight of the vision tower.
         with self._at_own_pace():
             parts = build(spec, self._progress, fill, memory=self.memory, tower_path=self.spec.config.model)
-            _, _, self.step, self.programs, self.moves, self.later, self.encoder = parts
+            _, _, step, self.programs, self.moves, self.later, self.encoder = parts
+            # Last: a runner with a step is awake.
+            self.step = step
 
     @property
     def is_asleep(self) -> bool:
@@ -231,7 +238,7 @@ class Runner:
         if communicator is None:
             yield
             return
-        communicator.expect_start()
+        communicator.expect_steps(False)
         yield
         communicator.least(0)
         communicator.expect_steps()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -53,21 +53,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _format_names(formats: Formats) -> Mapping[str, str]:
-    return {name: form.name for name, form in sorted(formats.items())}
-
-
-def _draft_weights(plan: DraftPlan) -> Mapping[str, int | bool | None]:
-    names = ("num_ids", "has_fp8_head", "has_fp8_linears")
+def _draft_weights(plan: DraftPlan) -> Mapping[str, int | str | None]:
+    names = ("num_ids", "head", "has_fp8_linears")
     return {name: getattr(plan, name) for name in names}
-
-
-def _drafter_names(drafters: Sequence[Drafter]) -> list[str]:
-    return [drafter.name for drafter in drafters]
-
-
-def _kind(communicator: Communicator | None) -> str | None:
-    return None if communicator is None else communicator.kind
 
 
 @dataclass(frozen=True)
@@ -95,11 +83,15 @@ class EngineSpec:
     dtype: torch.dtype = field(metadata={"traced": _dtype_name})
     kv_dtype: torch.dtype = field(metadata={"traced": _dtype_name})
     weight_recipe: Recipe | None
-    weight_formats: Formats = field(metadata={"traced": _format_names})
+    weight_formats: Formats = field(
+        metadata={"traced": lambda formats: {name: form.name for name, form in sorted(formats.items())}}
+    )
     shapes: tuple[RoundShape, ...]
     wide_shapes: tuple[RoundShape, ...] = field(metadata=NOT_TRACED)
     given_shapes: tuple[RoundShape, ...]
-    drafters: tuple[Drafter, ...] = field(metadata={"traced": _drafter_names, "setting": "lookup"})
+    drafters: tuple[Drafter, ...] = field(
+        metadata={"traced": lambda drafters: [drafter.name for drafter in drafters], "setting": "lookup"}
+    )
     drafts: DraftPlan = field(metadata={"traced": _draft_weights})
     num_valid_ids: int
     max_model_len: int
@@ -111,7 +103,9 @@ class EngineSpec:
     is_compiled: bool = field(metadata=NOT_TRACED)
     has_graphs: bool = field(metadata=NOT_TRACED)
     cache: Path | None = field(metadata=NOT_TRACED)
-    communicator: Communicator | None = field(default=None, metadata={"traced": _kind})
+    communicator: Communicator | None = field(
+        default=None, metadata={"traced": lambda communicator: communicator and communicator.kind}
+    )
 
     @property
     def has_shapes(self) -> bool:

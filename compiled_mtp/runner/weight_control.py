@@ -21,6 +21,7 @@ Running: TypeAlias = Literal["finish", "abort"]
 
 _REPLACED = "the engine's weights were replaced before it finished; send it again"
 _SLEPT = "the engine was put to sleep before it finished; send it again"
+_INTERRUPTED = "a change of the engine's weights was interrupted"
 
 
 class WeightControl:
@@ -60,6 +61,7 @@ class WeightControl:
             is_awake, remedy = not self.runner.is_asleep, "give the weights to wake_up"
             check(is_awake, "engine", "be awake for an update", "one that sleeps", remedy)
             update = self.runner.check_update(source)
+            self._steps.interruption = _INTERRUPTED
             held = self.scheduler.hold_new()
             try:
                 self._settle(held, running, _REPLACED)
@@ -71,6 +73,7 @@ class WeightControl:
             finally:
                 # Without weights the next step ends them.
                 self.scheduler.release_new(held)
+            self._steps.interruption = None
         finally:
             self._turn.leave()
 
@@ -91,7 +94,12 @@ class WeightControl:
             self._settle((), running, _SLEPT)
             self.scheduler.drop_prefixes()
             self._unavailable = "it sleeps; call wake_up"
-            self.runner.sleep()
+            try:
+                self.runner.sleep()
+            finally:
+                if not self.runner.is_asleep:
+                    self._unavailable = None
+            self._steps.interruption = None
             if self._steps.depths is not None:
                 # The wake-up prepares every depth, also those that the start was still loading.
                 self._steps.depths.add_depths(self.runner.spec.config.depths)
@@ -109,6 +117,7 @@ class WeightControl:
         """
         self._turn.take()
         try:
+            self._tidy()
             self._check_open()
             asleep = self.runner.is_asleep
             check(asleep, "engine", "sleep before it wakes", "one that is awake", "call sleep first")
@@ -136,11 +145,18 @@ class WeightControl:
         self._weights_path = update.path or self._weights_path
 
     def _settle(self, held: Collection[ScheduledRequest], running: Running, error: str) -> None:
-        """Decode every request that is not `held`, or end it with `error`; read every launch."""
+        """Decode every request that is not `held`, or end it with `error`; read every launch.
+
+        Leaves the step marked as interrupted, so that the next call recovers if an exception follows: the
+        caller changes the scheduler, and removes the mark.
+        """
+        self._steps.interruption = _INTERRUPTED
         if running == "abort":
             self.scheduler.end_begun(held, error)
         while not self.scheduler.is_idle(held):
+            # Removes the mark.
             self._steps.run_once()
+        self._steps.interruption = _INTERRUPTED
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,7 +13,6 @@ import torch
 from compiled_mtp.errors import check
 from compiled_mtp.models.catalogue import check_packed, is_packed, read_stored
 from compiled_mtp.models.comparison import checked_layout, first_few
-from compiled_mtp.models.family import FAMILIES
 from compiled_mtp.models.given import Manifest, given_weights
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.packing import pack_weights
@@ -21,7 +21,7 @@ from compiled_mtp.models.stored_weight import StoredWeight
 from compiled_mtp.models.weight_format import FP8
 from compiled_mtp.models.weights import load_weights, read_formats
 from compiled_mtp.ops.kept import forget_kept
-from compiled_mtp.runner.assemble import Progress
+from compiled_mtp.runner.assemble import Progress, allocate_draft, parameters_of
 from compiled_mtp.runner.cache_key import traced
 from compiled_mtp.runner.spec import EngineSpec
 from compiled_mtp.step import Step
@@ -83,20 +83,14 @@ def replace_weights(spec: EngineSpec, step: Step, update: WeightUpdate, progress
     operators keep of weights, and a CPU's packed weights. After any exception the weights are of no use.
     """
     target, draft = step.target, step.draft
-    parameters = {name: parameter.data for name, parameter in target.named_parameters()}
     loaded = draft
-    if draft is not None:
-        if spec.drafts.has_fp8_linears and not spec.drafts.is_multiplied_out:
-            # The stored values of linears that drafts read in FP8, until they are rounded.
-            family = FAMILIES[spec.model.family]
-            how = (spec.dtype, spec.device, spec.weight_formats, spec.communicator)
-            loaded = family.draft(spec.model_shard, *how)
-        assert loaded is not None
-        parameters |= {f"mtp.{name}": parameter.data for name, parameter in loaded.named_parameters()}
+    if draft is not None and spec.drafts.has_fp8_linears and not spec.drafts.is_multiplied_out:
+        # The stored values of linears that drafts read in FP8, until they are rounded.
+        loaded = allocate_draft(spec, spec.weight_formats)
     load_weights(
         spec.model,
         update.path or "the given weights",
-        parameters,
+        parameters_of(target, loaded),
         with_mtp=draft is not None,
         formats=spec.weight_formats,
         rank=spec.rank,
@@ -104,7 +98,7 @@ def replace_weights(spec: EngineSpec, step: Step, update: WeightUpdate, progress
         prompt_rows=spec.prompt_rows,
         allow_extra=spec.config.allow_extra_tensors,
         is_checked=True,
-        progress=None if progress is None else lambda done, total: progress("weights", done, total),
+        progress=None if progress is None else partial(progress, "weights"),
         weights=update.weights,
         copied=update.copied,
     )

@@ -46,7 +46,7 @@ class Parameter:
     def admits_json(self, text: str) -> bool:
         """Return whether a whole text is the JSON of a value that an alternative other than text admits."""
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = json.loads(text, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             return False
         return any(same(one, value) for one in self._listed) or any(
@@ -111,5 +111,6 @@ def is_raw(schema: Schema) -> bool:
     return schema.get("type") == "string" or set(schema) <= NOTES
 
 
-def _refuse(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
+    """Raise ValueError for NaN and infinities, which Python reads and JSON does not have."""
     raise ValueError(f"{constant} is not JSON")

@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from compiled_mtp.errors import escape, quote
+from compiled_mtp.model_config import GENERATION_FIELDS
 from compiled_mtp.sampling import parameter_checks as checks
-
-# Fields that a checkpoint's generation_config.json may set, under the same names.
-_GENERATION_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 _ELSE = "default: the checkpoint's, else"
 _FLAGS = ("ignore_eos", "include_stop", "include_drafts", "parallel_tool_calls", "return_routed_experts")
@@ -187,7 +177,7 @@ class SamplingParams(BaseModel):
         Ignores keys that are not about sampling. Raises ValueError for a default out of range.
         """
         defaults = {
-            name: generation_defaults[name] for name in _GENERATION_FIELDS if name in generation_defaults
+            name: generation_defaults[name] for name in GENERATION_FIELDS if name in generation_defaults
         }
         fields = {name: value for name, value in defaults.items() if value is not None}
         try:

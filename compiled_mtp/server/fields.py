@@ -18,6 +18,11 @@ UNREAD_FIELD = "unread_field"
 
 
 # eq=False: typing caches equal annotations, and would merge Unread((1,)) and Unread((True,)).
+def unread(rule: str, remedy: str) -> PydanticCustomError:
+    """The error of a field with a value that the service does not take: what it must be, and what to do."""
+    return PydanticCustomError(UNREAD_FIELD, "must {rule}", {"rule": rule, "remedy": remedy})
+
+
 @dataclass(frozen=True, eq=False)
 class Unread:
     """Marks a field that no handler reads: it may be null or one of `values`, or anything if there are none.
@@ -37,12 +42,10 @@ class Unread:
         if value is None:
             return None
         if (info.context or {}).get("strict_fields"):
-            context = {"rule": "be left out with strict_fields", "remedy": "the service does not read it"}
-            raise PydanticCustomError(UNREAD_FIELD, "must be left out", context)
+            raise unread("be left out with strict_fields", "the service does not read it")
         if self.values and not any(same(value, one) for one in self.values):
             rule = f"be {' or '.join(map(json.dumps, self.values))}"
-            remedy = REFUSED.get(info.field_name or "", "leave it out")
-            raise PydanticCustomError(UNREAD_FIELD, "must be another", {"rule": rule, "remedy": remedy})
+            raise unread(rule, REFUSED.get(info.field_name or "", "leave it out"))
         return None
 
 
@@ -60,8 +63,7 @@ class Refused:
 
     def _check(self, value: Any) -> None:
         if value is not None:
-            context = {"rule": "be left out", "remedy": self.remedy}
-            raise PydanticCustomError(UNREAD_FIELD, "must be left out", context)
+            raise unread("be left out", self.remedy)
 
 
 # A field that clients send by default, and that has no effect.

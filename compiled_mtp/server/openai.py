@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from compiled_mtp.frontend.tokenizer import json_object
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import (
@@ -258,11 +258,8 @@ def arguments_of(arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
     """Return the arguments of a call as an object. Raises ApiError (400) that names `param`."""
     if isinstance(arguments, dict):
         return arguments
-    try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    found = json_object(arguments or "{}")
+    if found is None:
         raise ApiError(
             400, f"{param} must be the text of a JSON object, got {arguments!r:.100}; correct it", param=param
         )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Unread
+from compiled_mtp.server.fields import Body, Ignored, Unread, unread
 
 CacheSalt = Annotated[
     str | None,
@@ -176,8 +175,7 @@ def _as_image_url(value: Any) -> Any:
 
 def _check_kind(kind: str) -> str:
     if kind not in (*_TEXT_KINDS, *_IMAGE_KINDS):
-        context = {"rule": "be text or image_url", "remedy": "other media are not in this version"}
-        raise PydanticCustomError(UNREAD_FIELD, "must be text or image_url", context)
+        raise unread("be text or image_url", "other media are not in this version")
     return kind
 
 
@@ -205,11 +203,9 @@ class ContentPart(Body):
         is_text = self.type in _TEXT_KINDS
         name, other = ("text", "image_url") if is_text else ("image_url", "text")
         if getattr(self, name) is None:
-            context = {"rule": f"have a field {name}", "remedy": "add it"}
-            raise PydanticCustomError(UNREAD_FIELD, f"must have {name}", context)
+            raise unread(f"have a field {name}", "add it")
         if getattr(self, other):
-            context = {"rule": f"have no field {other} beside {name}", "remedy": "make two parts of it"}
-            raise PydanticCustomError(UNREAD_FIELD, f"must have no {other}", context)
+            raise unread(f"have no field {other} beside {name}", "make two parts of it")
         return self
 
     @property

@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,23 +32,6 @@ class Limits:
     max_chars: int
     vision: VisionConfig | None = None
     max_images: int = 0
-
-    def to_json(self) -> str:
-        """The text that `read_limits` reads."""
-        return json.dumps(asdict(self))
-
-
-def read_limits(text: str) -> Limits:
-    """Read what `Limits.to_json` wrote."""
-    values: dict[str, Any] = json.loads(text)
-    if values["vision"] is not None:
-        fields = values["vision"].items()
-        # JSON has no tuples.
-        own: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields
-        }
-        values["vision"] = VisionConfig(**own)
-    return Limits(**values)
 
 
 def prepare(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ _START_TIMEOUT_S = 120.0
 # Not `-m`: with this package's own path, workers import the same package even if it is not installed.
 _ROOT = Path(__file__).parents[2]
 _CODE = (
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
-    "from compiled_mtp.server.prompt_worker import main, read_limits; "
-    "main(sys.argv[1], read_limits(sys.argv[2]), sys.argv[3])"
+    f"import pickle, sys; sys.path.insert(0, {str(_ROOT)!r}); "
+    "from compiled_mtp.server.prompt_worker import main; "
+    "main(sys.argv[1], pickle.loads(bytes.fromhex(sys.argv[2])), sys.argv[3])"
 )
 
 
@@ -177,7 +178,7 @@ class PromptPool:
             "-c",
             _CODE,
             str(self._path),
-            self._limits.to_json(),
+            pickle.dumps(self._limits).hex(),
             "" if self._chat_template is None else str(self._chat_template),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

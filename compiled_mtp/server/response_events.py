@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_mtp.frontend.tokenizer import json_object
 from compiled_mtp.request import RequestOutput
 from compiled_mtp.server.errors import ApiError
 from compiled_mtp.server.generation import Usage
@@ -246,11 +247,8 @@ def _part(form: _Form, text: str) -> dict[str, Any]:
 
 def _object_of(arguments: str) -> dict[str, Any]:
     """Return a call's arguments for the chat template; text that is no JSON object as `incomplete`."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"incomplete": arguments}
+    found = json_object(arguments)
+    return {"incomplete": arguments} if found is None else found
 
 
 def _head_of(body: ResponsesBody) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
-from compiled_mtp.server.fields import UNREAD_FIELD, Body, Ignored, Refused, Unread
+from compiled_mtp.server.fields import Body, Ignored, Refused, Unread, unread
 from compiled_mtp.server.openai_models import CommonBody, ContentPart
 
 _TOOLS = ("function", "namespace", "web_search", "web_search_preview")
@@ -88,9 +87,9 @@ class ReasoningItem(Body):
 
 
 def _check_kind(value: Any, kinds: tuple[str | None, ...], rule: str, remedy: str) -> Any:
-    """Return `value`. Raises PydanticCustomError for an object of a type that is not in `kinds`."""
+    """Return `value`. Raises the error of `unread` for an object of a type that is not in `kinds`."""
     if isinstance(value, dict) and value.get("type") not in kinds:
-        raise PydanticCustomError(UNREAD_FIELD, "must be known", {"rule": rule, "remedy": remedy})
+        raise unread(rule, remedy)
     return value
 
 
@@ -206,8 +205,7 @@ class ReasoningConfig(Body):
 def _check_include(names: list[str]) -> list[str]:
     if "message.output_text.logprobs" in names:
         remedy = "ask /v1/chat/completions for log probabilities"
-        context = {"rule": "not hold message.output_text.logprobs", "remedy": remedy}
-        raise PydanticCustomError(UNREAD_FIELD, "must not hold logprobs", context)
+        raise unread("not hold message.output_text.logprobs", remedy)
     return names
 
 

@@ -11,9 +11,7 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +37,7 @@ from compiled_mtp.server.prompts import PromptPool
 from compiled_mtp.server.tool_calls import CallForm
 from compiled_mtp.terminal.console import EXIT_OK, Interrupts, run_command
 from compiled_mtp.terminal.flags import COMMON_ENGINE, Parser, add_fields, given
-from compiled_mtp.terminal.signals import leaving
+from compiled_mtp.terminal.signals import handling, leaving
 
 if TYPE_CHECKING:  # Its module imports torch.
     from compiled_mtp.frontend.processor import RequestProcessor
@@ -254,17 +252,9 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals as uvicorn does, but do not raise them again: `serve` returns its exit code."""
-        if threading.current_thread() is not threading.main_thread():
-            # Only the main thread gets signals; a caller in another thread sets should_exit.
+        # Outside the main thread, which alone gets signals, a caller sets should_exit.
+        with handling(self.handle_exit):
             yield
-            return
-        handled = (signal.SIGINT, signal.SIGTERM)
-        before = {one: signal.signal(one, self.handle_exit) for one in handled}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
 
 
 def serve(config: ServerConfig, engine_config: EngineConfig) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from compiled_mtp.sampling.call_arguments import Parameter
+from compiled_mtp.sampling.call_arguments import Parameter, refuse_constant
 
 CallForm = Literal["xml", "json"]
 
@@ -436,11 +436,7 @@ def _to_json(value: str) -> str:
     python = {"True": "true", "False": "false", "None": "null"}
     text = python.get(value.strip(), value.strip())
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
     return text
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

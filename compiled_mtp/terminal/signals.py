@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -14,18 +14,25 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted: nothing more was done"
 
 
-@contextlib.contextmanager
-def leaving() -> Iterator[None]:
+def leaving() -> contextlib.AbstractContextManager[None]:
     """Let Ctrl-C and SIGTERM end the process at once, with one line and the exit code that shells use.
 
     For imports, torch's above all: an import may swallow a KeyboardInterrupt or turn it into another error.
-    Use it while there is nothing to save or remove. The previous handlers are restored at the end. Changes
-    nothing outside the main thread, which alone gets signals.
+    Use it while there is nothing to save or remove.
+    """
+    return handling(_leave)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let `handler` handle Ctrl-C and SIGTERM; the previous handlers are restored at the end.
+
+    Changes nothing outside the main thread, which alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _leave) for number in NUMBERS}
+    before = {number: signal.signal(number, handler) for number in NUMBERS}
     try:
         yield
     finally:

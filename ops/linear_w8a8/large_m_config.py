@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compiled_mtp.ops.descriptors import is_describable
 from compiled_mtp.ops.device import Device
 from compiled_mtp.ops.linear_w8a8.config import NARROW_ROWS, PROCESSORS
 
@@ -105,11 +106,6 @@ def choose_tile(
         return None
     ranked = ranked_tiles(n, k // (split_length * count), count, rows, shared_bytes)
     return ranked[0] if ranked else None
-
-
-def is_describable(matrix: torch.Tensor) -> bool:
-    """Whether the copy engine can move tiles of it: rows of FP8 at multiples of 16 bytes."""
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 16 == 0 and matrix.stride(1) == 1
 
 
 def find_large_m(

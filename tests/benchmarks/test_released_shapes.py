@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_format, "reads_blocks", lambda device: True)
+    monkeypatch.setattr(weight_format, "reads_codes", lambda device: True)
 
 
 def test_a_27b_in_q4_k_m_fits_into_24_gb() -> None:

@@ -53,7 +53,7 @@ def test_a_gguf_file_that_stays_packed(
     path = write_gguf(write_checkpoint(tmp_path, **sizes), tmp_path / "model.gguf", lambda _: Type.Q8_0)
     out = lines(capsys, path)
     assert any(line.startswith("multiplied  ") for line in out)
-    monkeypatch.setattr(weight_format, "reads_blocks", lambda device: True)
+    monkeypatch.setattr(weight_format, "reads_codes", lambda device: True)
     monkeypatch.setattr(defaults, "resolve_dtype", lambda *_: "bfloat16")
     packed = lines(capsys, path)
     assert "kept        15 matrices in Q8_0" in packed

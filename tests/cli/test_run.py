@@ -159,6 +159,25 @@ def test_a_signal_ends_what_runs_and_keeps_what_has_ended(
     assert made[0].aborted == {"0", "1"}
 
 
+def test_a_lost_engine_keeps_what_has_ended(
+    engine: type[FakeEngine], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second and third request have ended, and wait for the first to be written."""
+    advance, output = engine.advance, tmp_path / "out.jsonl"
+    monkeypatch.setattr(engine, "advance", lambda self, *one: [] if one[0] == "0" else advance(self, *one))
+
+    def interfere(self: FakeEngine) -> None:
+        if self.steps == 4:
+            # What a lost rank raises.
+            raise ChildProcessError("rank 1 has ended")
+
+    monkeypatch.setattr(engine, "before_step", interfere)
+    flags = ("--prompt-file", prompts, "--output", output, "--max-tokens", 6, "--in-order")
+    assert run_main(*flags) == 2
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(one["id"], one["finish_reason"]) for one in found] == [("chat-7", "length"), (12, "stop")]
+
+
 def test_an_interrupt_while_loading_ends_cleanly(
     engine: type[FakeEngine], prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from compiled_mtp.engine import Engine
 from compiled_mtp.graphs.buckets import Bucket
 from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
 from compiled_mtp.models.weight_format import FP8
+from compiled_mtp.ops import int4
 from compiled_mtp.ops.fp8 import dequantize, quantize_weight
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import FAMILIES, FP8_FAMILIES, write_checkpoint
@@ -140,6 +142,33 @@ def test_many_requests_draft_by_quantised_rows(tmp_path: Path, draft_vocab: int 
     assert programs._sharing == {size for size in sizes if size > 1}
 
 
+@pytest.mark.usefixtures("keeps_fp8")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("draft_vocab", [None, 90])
+def test_tokens_do_not_depend_on_a_head_in_int4(tmp_path: Path, draft_vocab: int | None, world: int) -> None:
+    sizes = {"num_q_heads": 4, "num_value_heads": 4, "num_key_heads": 4, "vocab_size": 640}
+    directory = write_checkpoint(tmp_path, hidden_size=128, **sizes)
+    expected = streams(make_engine(directory, mtp_step=0, max_batch=1, dtype="bfloat16"))
+    options: dict[str, Any] = {"dtype": "bfloat16", "draft_dtype": "int4", "draft_vocab": draft_vocab}
+    with engine_of(directory, world, **options) as engine:
+        assert streams(engine) == expected
+        runner = engine.runner
+        step = runner.step
+    assert step.draft_head is not None
+    assert step.draft_head_scale is not None
+    if isinstance(runner, ThreadRunner):
+        assert step.slots.drafts.equal(runner.followers[0].step.slots.drafts)
+        assert step.slots.drafts.any()
+        return
+    rows = step.target.head_weight[slice(None) if step.draft_ids is None else step.draft_ids].float()
+    error = (int4.dequantize(step.draft_head, step.draft_head_scale) - rows).abs().unflatten(1, (-1, 128))
+    groups = rows.unflatten(1, (-1, 128))
+    # A code's step, and half of it where no code is in between; the zero point is a code too.
+    code_step = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
+    assert (error <= code_step[..., None] * 1.01).all()
+    assert ((error <= code_step[..., None] * 0.51).float().mean() > 0.98).all()
+
+
 @pytest.mark.parametrize(("name", "head"), [("dense-r3", 512), ("moe-mixed", 512), ("dense-r1-tied", 640)])
 @pytest.mark.parametrize("draft_vocab", [None, 200])
 def test_ranks_agree(tmp_path: Path, name: str, head: int, draft_vocab: int | None) -> None:
@@ -185,8 +214,10 @@ def test_stored_formats_stay(tmp_path: Path) -> None:
 
 
 def test_a_graph_cache_is_made_for_one_draft_dtype(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
+    write_checkpoint(tmp_path, hidden_size=128)
     keys = [
-        make_engine(tmp_path, draft_dtype=d, num_blocks=34).runner.cache_key() for d in ("auto", FP8_DRAFTS)
+        make_engine(tmp_path, draft_dtype=dtype, num_blocks=34).runner.cache_key()
+        for dtype in ("auto", FP8_DRAFTS, "int4")
     ]
-    assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"drafts"}
+    for one, other in itertools.combinations(keys, 2):
+        assert {name for name in one if one[name] != other[name]} == {"drafts"}

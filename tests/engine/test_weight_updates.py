@@ -7,6 +7,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from compiled_mtp.engine import Engine
 from compiled_mtp.request import RequestOutput, SamplingParams
+from tests.aimed import Aim
 from tests.checkpoints import FP8_FAMILIES, write_checkpoint
+from tests.engine.interrupts import sample
 from tests.engines import make_engine, prompt_of
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -271,6 +274,77 @@ def test_sleep_gives_the_memory_back(paths: list[Path], expected: list[list[int]
     assert last.finish_reason == "abort"
     assert last.error == "the engine was put to sleep before it finished; send it again"
     engine.close()
+
+
+def test_an_interrupted_step_of_an_engine_that_sleeps(
+    paths: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(paths[0])
+    engine.sleep()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.step() == []
+    engine.wake_up()
+    assert engine.generate([PROMPTS[1]], LONG)[0].new_token_ids == expected[0]
+    engine.close()
+
+
+# Where an interrupt comes: files, and functions in them.
+INTERRUPTED = {
+    "holding": (("scheduler/scheduler.py", "scheduler/admission.py"), ("hold_new", "hold", "release_new")),
+    "ending": (("scheduler/live_requests.py",), ("end", "finish")),
+    "prefixes": (("scheduler", "cache/prefix_index.py"), ("drop_prefixes", "reset")),
+    "memory": (("runner/runner.py",), ("sleep", "wake_up")),
+    "order": (("runner/weight_control.py",), ("update_weights", "sleep", "wake_up", "_settle")),
+}
+
+
+@pytest.mark.parametrize("what", INTERRUPTED)
+@pytest.mark.parametrize("count", [2, pytest.param(1000, marks=pytest.mark.soak)])
+def test_an_interrupted_change_of_weights_loses_no_request(
+    paths: list[Path], expected: list[list[int]], what: str, count: int
+) -> None:
+    """Two requests decode, and two wait; each ends once, with the tokens of one of the weights."""
+    files, functions = INTERRUPTED[what]
+    engine = make_engine(paths[0], mtp_step=2, max_batch=2, max_in_flight=1, num_blocks=40, offload_gb=0)
+    params = LONG.model_copy(update={"max_tokens": 6})
+    wanted, numbers = [tokens[:6] for tokens in expected], itertools.count()
+    kept: dict[str, list[RequestOutput]] = {}
+
+    def attack(aim: Aim) -> None:
+        names = [f"{next(numbers)}" for _ in range(4)]
+        for name in names:
+            engine.add_request(prompt_token_ids=PROMPTS[1], params=params, request_id=name)
+        while not all(name in kept for name in names[:2]):
+            for output in engine.step():
+                kept.setdefault(output.request_id, []).append(output)
+        with suppress(KeyboardInterrupt), aim.watching():
+            engine.update_weights(paths[1], running="abort")
+            engine.sleep(running="abort")
+            engine.wake_up()
+        collect(engine, kept)
+        if engine.runner.is_asleep:
+            engine.wake_up()
+        # Also if it has its old weights, or none.
+        engine.update_weights(paths[0])
+        engine.scheduler.check_integrity()
+        for name in names:
+            assert [output.finish_reason is not None for output in kept[name]].count(True) == 1
+            assert any(tokens_of(kept[name]) == one[: len(tokens_of(kept[name]))] for one in wanted)
+        assert engine.generate([PROMPTS[1]], params)[0].new_token_ids == wanted[0]
+
+    watch = Aim(files, functions)
+    attack(watch)
+    for target in sample(watch.targets(), count):
+        aim = Aim(files, functions, target=target)
+        attack(aim)
+        assert aim.is_hit, target
 
 
 def test_an_engine_wakes_with_its_last_weights(paths: list[Path], expected: list[list[int]]) -> None:

@@ -158,6 +158,21 @@ def test_same_tokens_with_drafts_in_fp8(tmp_path: Path, family: str, dtype: str,
         assert streams(directory, mtp_step=3, **given, **options) == expected
 
 
+@pytest.mark.parametrize("compile", ["off", "auto"])
+def test_same_tokens_with_a_draft_head_in_int4(tmp_path: Path, compile: str) -> None:
+    directory = write_checkpoint(tmp_path, "qwen3_5", hidden_size=256)
+    options = {"dtype": "bfloat16", "compile": compile}
+    torch._dynamo.reset()
+    expected = streams(directory, mtp_step=0, max_batch=1, **options)
+    options["draft_dtype"] = "int4"
+    for given in ({"max_batch": 3}, {"max_batch": 20, "batch_sizes": (20,)}, {"draft_vocab": 200}):
+        torch._dynamo.reset()
+        assert streams(directory, mtp_step=3, **given, **options) == expected
+    step = gpu_engine(directory, **options).runner.step
+    assert step.draft_head is not None
+    assert step.draft_head.dtype == torch.int16
+
+
 def test_auto_drafts_in_fp8(directory: Path) -> None:
     """Weights that become FP8 leave no copy in another dtype; stored FP8 weights keep their bits."""
     engine = gpu_engine(directory, dtype="bfloat16")

@@ -16,7 +16,7 @@ from compiled_mtp.ops.find_drafts import LEAST_THRESHOLD, find_drafts
 from compiled_mtp.request import SamplingParams
 from compiled_mtp.rounds import drafters
 from tests.checkpoints import write_checkpoint
-from tests.engine.test_lookup import Found, crowd, requests, run
+from tests.engine.lookup_runs import Found, crowd, requests, run
 from tests.engines import make_engine
 from tests.ops.harness import check_launch
 from tests.ops.test_find_drafts import MUTATED, arguments, at_the_end, random_text

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from compiled_mtp.model_config import ModelConfig
-from compiled_mtp.models.draft_weights import DraftPlan, plan_drafts
+from compiled_mtp.models.draft_weights import DraftPlan, HeadDtype, plan_drafts
 from compiled_mtp.models.hf_config import read_model_config
 from compiled_mtp.models.weight_format import FP8, NO_FORMATS, W8A8, Formats, four_bits
+from compiled_mtp.ops import int4
 from compiled_mtp.ops.fp8 import dequantize, quantize_weight
 from tests.checkpoints import write_checkpoint
 
@@ -35,22 +36,34 @@ def test_quantised_rows_come_back_within_half_a_step(shape: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("is_multiplied_out", [False, True])
 @pytest.mark.parametrize(
-    ("ids", "is_fp8"), [(None, False), ((1, 5, 7), False), ((1, 5, 7), True), (None, True)]
+    ("ids", "dtype"),
+    [
+        (None, "weights"),
+        ((1, 5, 7), "weights"),
+        ((1, 5, 7), "float8_e4m3fn"),
+        (None, "float8_e4m3fn"),
+        (tuple(range(1, 96, 3)), "int4"),
+        (None, "int4"),
+    ],
 )
 def test_a_plan_knows_the_memory_of_what_it_makes(
-    ids: tuple[int, ...] | None, is_fp8: bool, is_multiplied_out: bool
+    ids: tuple[int, ...] | None, dtype: HeadDtype, is_multiplied_out: bool
 ) -> None:
-    head = torch.randn(200, 144)
-    plan = DraftPlan(ids, is_fp8, is_multiplied_out=is_multiplied_out)
+    width = 256 if dtype == "int4" else 144
+    head = torch.randn(208, width)
+    plan = DraftPlan(ids, dtype, is_multiplied_out=is_multiplied_out)
     made = plan.make_head(lambda rows: head if rows is None else head[rows], head.device)
     held = sum(t.nbytes for t in (made.weight, made.scale) if t is not None)
-    assert plan.head_bytes(200, 144, head.itemsize) == held
+    assert plan.head_bytes(208, width, head.itemsize) == held
     rows = head if ids is None else head[list(ids)]
-    if is_fp8:
+    if dtype != "weights":
         assert made.weight is not None
         assert (made.scale is None) == is_multiplied_out
-        values = made.weight if made.scale is None else dequantize(made.weight, made.scale)
-        torch.testing.assert_close(values, rows, rtol=0.07, atol=0.01)
+        read = int4.dequantize if dtype == "int4" else dequantize
+        values = made.weight if made.scale is None else read(made.weight, made.scale)
+        # Half a step of three mantissa bits, or of a fifteenth of a group's range.
+        rtol, atol = (0.0, 0.3) if dtype == "int4" else (0.07, 0.01)
+        torch.testing.assert_close(values, rows, rtol=rtol, atol=atol)
         assert not torch.equal(values, rows)
     else:
         assert made.weight is None if ids is None else torch.equal(made.weight, rows)
@@ -82,8 +95,8 @@ def planned(
 def test_auto_is_decided_by_device_dtype_and_total_memory(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = DraftPlan(None, True, True, quantizes_rows=True)
-    layer = replace(both, has_fp8_head=False)
+    both = DraftPlan(None, "float8_e4m3fn", True, quantizes_rows=True)
+    layer, with_int4 = replace(both, head="weights"), replace(both, head="int4")
     on_gpu(monkeypatch, 79.2)
     assert planned(model) == both
     assert planned(model, dtype=torch.float32) == planned(model, device=CPU) == DraftPlan()
@@ -92,22 +105,51 @@ def test_auto_is_decided_by_device_dtype_and_total_memory(
     on_gpu(monkeypatch, 19)
     assert planned(model) == both
     on_gpu(monkeypatch, 18)
-    assert planned(model) == layer
+    assert planned(model) == with_int4
     assert planned(model, "float8_e4m3fn") == both
     assert planned(model, world=2) == replace(both, world=2)
-    # Without FP8 the rows would take twice as much.
+    # In bfloat16 the rows would take twice as much.
     assert planned(model, ids=(1, 2, 3)) == replace(both, ids=(1, 2, 3))
+    # A copy in int4 takes 313 MiB: a 32nd of 9.8 GiB.
+    on_gpu(monkeypatch, 9.7)
+    assert planned(model) == layer
     # Such GPUs have no products of quantised rows.
     on_gpu(monkeypatch, 79.2, (8, 9))
     assert planned(model) == replace(both, quantizes_rows=False)
     on_gpu(monkeypatch, 79.2, (8, 0))
-    assert planned(model) == DraftPlan()
-    assert planned(model, ids=(1, 2)) == DraftPlan((1, 2))
+    assert planned(model) == DraftPlan(None, "int4")
+    assert planned(model, ids=(1, 2)) == DraftPlan((0, 1, 2, *range(3, 16)), "int4")
     with pytest.raises(
-        ValueError, match=r"^draft_dtype must be auto or weights on this GPU, got float8_e4m3fn; "
+        ValueError, match=r"^draft_dtype must be auto, int4 or weights on this GPU, got float8_e4m3fn; "
     ):
         planned(model, "float8_e4m3fn")
+    on_gpu(monkeypatch, 79.2, (7, 5))
+    assert planned(model) == DraftPlan()
+    with pytest.raises(ValueError, match=r"^draft_dtype must be auto or weights on this GPU, got int4; "):
+        planned(model, "int4")
     assert planned(model, "float8_e4m3fn", device=CPU) == replace(both, is_multiplied_out=True)
+
+
+def test_a_head_in_int4(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch, 79.2)
+    with_int4 = DraftPlan(None, "int4", True, quantizes_rows=True)
+    packed = {"layers.0.ffn.down.weight": four_bits(128, torch.bfloat16)}
+    assert planned(model, formats=packed) == planned(model, "int4") == with_int4
+    # Ids fill whole blocks of codes, with the lowest that are missing.
+    made = planned(model, "int4", ids=(2, *range(40, 56)))
+    assert made.ids == (*range(16), *range(40, 56))
+    narrow = replace(model, hidden_size=2624)
+    assert planned(narrow, formats=packed) == replace(with_int4, head="float8_e4m3fn")
+    rule = r"^draft_dtype must be float8_e4m3fn, auto or weights for 248320 rows of 2624, got int4; "
+    with pytest.raises(ValueError, match=rule):
+        planned(narrow, "int4")
+    assert planned(model, "int4", world=8) == replace(with_int4, world=8)
+    # Each of eight ranks has 1,940.5 blocks of 16 rows.
+    uneven = replace(model, vocab_size=248320 + 64)
+    assert planned(uneven, formats=packed, world=8).head == "float8_e4m3fn"
+    with pytest.raises(ValueError, match=r"^draft_dtype must be auto or weights on this GPU, got int4; "):
+        planned(model, "int4", dtype=torch.float32)
+    assert planned(model, "int4", device=CPU) == replace(with_int4, is_multiplied_out=True)
 
 
 def test_what_is_stored_in_few_bits_stays(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +158,7 @@ def test_what_is_stored_in_few_bits_stays(model: ModelConfig, monkeypatch: pytes
     form = four_bits(128, torch.bfloat16)
     stored = {head: FP8, "mtp.layer.mixer.qkv.weight": form}
     plan = planned(model, formats=stored)
-    assert plan == DraftPlan(None, False, True, quantizes_rows=True)
+    assert plan == DraftPlan(None, "weights", True, quantizes_rows=True)
     formats = plan.formats(model, stored)
     assert formats["mtp.layer.mixer.qkv.weight"] is form
     others = {"fc", "layer.mixer.o_proj", "layer.ffn.gate_up", "layer.ffn.down"}
@@ -126,7 +168,7 @@ def test_what_is_stored_in_few_bits_stays(model: ModelConfig, monkeypatch: pytes
 def test_rows_are_quantised_where_they_are_whole_groups(model: ModelConfig) -> None:
     sizes = {"hidden_size": 256, "num_q_heads": 4, "head_dim": 64, "intermediate_size": 384}
     model = replace(model, **sizes)
-    plan = DraftPlan(None, True, True, quantizes_rows=True)
+    plan = DraftPlan(None, "float8_e4m3fn", True, quantizes_rows=True)
 
     def quantised(plan: DraftPlan, model: ModelConfig) -> set[str]:
         formats = plan.formats(model, NO_FORMATS)

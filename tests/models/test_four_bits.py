@@ -60,7 +60,7 @@ INTEGERS = (
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep codes on every device, as on a GPU."""
-    monkeypatch.setattr(weight_format, "reads_int4", lambda device: True)
+    monkeypatch.setattr(weight_format, "reads_codes", lambda device: True)
 
 
 def values_of(codes: dict[str, torch.Tensor], parameter: str) -> torch.Tensor:

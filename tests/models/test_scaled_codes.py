@@ -33,7 +33,7 @@ GGUF_TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "MXFP4")
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep codes on every device, as on a GPU."""
-    monkeypatch.setattr(weight_format, "reads_blocks", lambda device: True)
+    monkeypatch.setattr(weight_format, "reads_codes", lambda device: True)
 
 
 def medium(name: str) -> Type:

@@ -13,6 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compiled_mtp.benchmarks.released_shapes import model_config
+from compiled_mtp.cache.slot_state import sampling_bytes
+from compiled_mtp.cache.state_cache import ring_length
 from compiled_mtp.config import EngineConfig
 from compiled_mtp.graphs.buckets import RoundShape
 from compiled_mtp.models.hf_config import read_model_config
@@ -29,30 +32,34 @@ from tests.communicators.threads import thread_communicators
 from tests.engines import make_engine
 
 # Qwen3.5-27B in bfloat16, mtp_step 3: 16 attention layers and the MTP layer, 48 GDN layers.
+STATE_27B, RECORDS_27B = 48 * 48 * 128 * 128 * 4, 48 * 8 * (16 * 128 + 48 * 129) * 4
+CONV_27B = 48 * 8 * 10240 * 2
+CHECKPOINT_27B = STATE_27B + CONV_27B + 5120 * 2
 SHAPE_27B = CacheShape(
-    num_attention_layers=17,
-    num_kv_heads=4,
-    head_dim=256,
-    kv_bytes=2,
-    num_gdn_layers=48,
-    num_key_heads=16,
-    num_value_heads=48,
-    key_head_dim=128,
-    value_head_dim=128,
-    conv_dim=10240,
-    conv_bytes=2,
-    ring_length=8,
+    token_bytes=68 * 1024,
+    state_row_bytes=STATE_27B + RECORDS_27B + CONV_27B,
+    snapshot_bytes=STATE_27B + CONV_27B,
 )
 
 MIB = 2**20
 
 
+def spec_27b(**settings: Any) -> EngineSpec:
+    model = model_config("27b")
+    config = EngineConfig(device="cpu", dtype="bfloat16", mtp_step=3, lookup="off", **settings)
+    return resolve(config, model, model.vocab_size, is_checkpoint=False)
+
+
 def test_bytes_of_a_released_shape() -> None:
+    spec = spec_27b()
+    shape = cache_shape(spec)
     # 64 KiB a token in the trunk and 4 KiB in the MTP layer; a state of 144 MiB.
-    assert SHAPE_27B.block_bytes(64) == 64 * 68 * 1024
-    state, records = 48 * 48 * 128 * 128 * 4, 48 * 8 * (16 * 128 + 48 * 129) * 4
-    assert state == 144 * 2**20
-    assert SHAPE_27B.state_row_bytes() == state + records + 48 * 8 * 10240 * 2
+    assert shape.block_bytes(64) == 64 * 68 * 1024
+    assert STATE_27B == 144 * 2**20
+    tables = sampling_bytes(spec.model.vocab_size, 0)
+    tables += sum(row.num_bytes for row in spec.draft_rows(spec.max_model_len))
+    assert shape.state_row_bytes == SHAPE_27B.state_row_bytes + tables
+    assert shape.snapshot_bytes == CHECKPOINT_27B
 
 
 def test_memory_utilization_is_the_share_of_the_caches(tmp_path: Path) -> None:
@@ -69,10 +76,11 @@ def test_memory_utilization_is_the_share_of_the_caches(tmp_path: Path) -> None:
 
 
 def test_bytes_of_an_fp8_cache() -> None:
-    shape = replace(SHAPE_27B, kv_bytes=1, kv_scale_bytes=4)
+    spec = spec_27b()
+    shape = cache_shape(replace(spec, kv_dtype=torch.float8_e4m3fn))
     # Half a bfloat16 cache's, and 4 bytes for each of the 17 * 4 heads' keys and values a token.
     assert shape.block_bytes(64) == 64 * (68 * 1024 // 2 + 17 * 4 * 2 * 4)
-    assert shape.state_row_bytes() == SHAPE_27B.state_row_bytes()
+    assert shape.state_row_bytes == cache_shape(spec).state_row_bytes
 
 
 @given(
@@ -86,7 +94,7 @@ def test_the_plan_fits_and_wastes_no_block(
 ) -> None:
     numbers = {"block_size": block_size, "max_batch": max_batch, "max_model_len": max_model_len}
     blocks_of_one = -(-max_model_len // block_size)
-    rows = (max_batch + 2) * SHAPE_27B.state_row_bytes()
+    rows = (max_batch + 2) * SHAPE_27B.state_row_bytes
     needed = rows + 2 * SHAPE_27B.block_bytes(block_size)
     if needed > free_bytes:
         with pytest.raises(ValueError, match="free memory must hold"):
@@ -304,8 +312,8 @@ def test_wide_rounds_verify_what_the_rings_have_room_for() -> None:
     off, spec = spec_of(lookup="off"), spec_of(lookup="auto")
     assert fit_wide_rounds(off, 8, 1 << 40) is off
     seven = spec.narrow(7)
-    assert [cache_shape(one).ring_length for one in (spec.narrow(0), seven, spec)] == [16, 16, 32]
-    row_bytes, wide_bytes = (cache_shape(one).state_row_bytes() for one in (seven, spec))
+    assert [ring_length(one.max_drafts, 4) for one in (spec.narrow(0), seven, spec)] == [16, 16, 32]
+    row_bytes, wide_bytes = (cache_shape(one).state_row_bytes for one in (seven, spec))
 
     def least_for(batch: int) -> int:
         """The fewest free bytes whose slots leave 16 times what the longer rings take."""
@@ -339,12 +347,8 @@ def test_the_default_number_of_slots_does_not_depend_on_wide_rounds() -> None:
     ]
 
 
-CHECKPOINT_27B = 48 * (48 * 128 * 128 * 4 + 8 * 10240 * 2) + 5120 * 2
-
-
 def test_checkpoints_take_their_bytes_before_the_blocks_do() -> None:
-    shape = replace(SHAPE_27B, hidden_bytes=5120 * 2)
-    assert shape.snapshot_bytes() == CHECKPOINT_27B
+    shape = replace(SHAPE_27B, snapshot_bytes=CHECKPOINT_27B)
     numbers = {"block_size": 64, "max_batch": 32, "max_model_len": 4096, "blocks_per_chunk": 8}
     free = 40 << 30
     without = plan_memory(free, shape, **numbers)

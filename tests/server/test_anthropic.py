@@ -12,8 +12,8 @@ import pytest
 
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server import anthropic as module
+from tests.server.forced_calls import CALLS, check_forced_calls
 from tests.server.serving import Running, ScriptedEngine, make_family, running
-from tests.server.test_openai import CALLS, check_forced_calls
 
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER: Any = {

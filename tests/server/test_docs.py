@@ -18,8 +18,8 @@ from compiled_mtp.benchmarks import service_load
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.openai_models import Body, ChatBody, CompletionBody, Message, StreamOptions
 from compiled_mtp.server.serve import make_parser
+from tests.server.forced_calls import CALLS
 from tests.server.serving import Running, ScriptedEngine, make_family, running
-from tests.server.test_openai import CALLS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)

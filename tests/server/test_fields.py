@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -479,23 +478,3 @@ def test_no_stream_begins_with_empty_speculation(served: Any) -> None:
     assert [one.speculation for one in sums] == [whole.usage.speculation]  # type: ignore[attr-defined]
     # The client ignores unknown fields of message_delta, so a value from message_start would stay.
     assert "speculation" not in (final.usage.model_extra or {})
-
-
-def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(served: Any) -> None:
-    server, _ = served
-    assert server.service.config.keep_alive_s > 60
-    assert server.server.config.timeout_keep_alive == server.service.config.keep_alive_s
-
-
-def test_an_idle_connection_is_closed_after_its_timeout(tmp_path: Path) -> None:
-    model = make_family(tmp_path / "m", "xml")
-    limits = httpx.Limits(keepalive_expiry=60)
-    with (
-        running(ScriptedEngine(Tokenizer(model)), model, keep_alive_s=1) as server,
-        httpx.Client(base_url=server.url, limits=limits) as client,
-    ):
-        first = client.get("/health").extensions["network_stream"]
-        time.sleep(0.3)
-        assert client.get("/health").extensions["network_stream"] is first
-        time.sleep(1.5)
-        assert client.get("/health").extensions["network_stream"] is not first

@@ -14,9 +14,7 @@ import pytest
 from compiled_mtp import Engine, EngineConfig, SamplingParams
 from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.sampling.logprobs import TokenLogprob, TopLogprob
-from compiled_mtp.sampling.tool_calls import from_tools
-from tests.sampling.grammars import compiler
-from tests.sampling.test_tool_calls import takes
+from tests.server.forced_calls import CALLS, check_forced_calls
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, make_family, running
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def add("}]
@@ -29,12 +27,6 @@ WEATHER: Any = {
             "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
         },
     },
-}
-CALLS = {
-    "xml": "<think>\nWhere?\n</think>\n\nLooking é.\n\n<tool_call>\n<function=get_weather>\n"
-    "<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-    "json": "<think>\nWhere?\n</think>\n\nLooking é.\n\n<tool_call>\n"
-    '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>',
 }
 
 
@@ -490,14 +482,6 @@ def test_metrics_count(scripted: Any) -> None:
     assert value('compiled_mtp_rounds_total{depth="3",why="best"}') == 5
 
 
-def test_family_is_found(tmp_path: Path) -> None:
-    from compiled_mtp.server.serve import find_call_form
-
-    assert find_call_form(Tokenizer(make_family(tmp_path / "x", "xml"))) == "xml"
-    assert find_call_form(Tokenizer(make_family(tmp_path / "j", "json"))) == "json"
-    assert find_call_form(Tokenizer(CHECKPOINT)) is None
-
-
 def test_only_one_call_without_parallel_calls(scripted: Any) -> None:
     """The engine gets a grammar of one call, which takes no second call."""
     server, engine, form = scripted
@@ -509,15 +493,3 @@ def test_only_one_call_without_parallel_calls(scripted: Any) -> None:
     for options, is_parallel in zip(asked, (True, True, False), strict=True):
         assert len(create(**fields, **options).choices[0].message.tool_calls) == 1
         check_forced_calls(engine, form, call, is_parallel)
-
-
-def check_forced_calls(engine: ScriptedEngine, form: Any, call: str, is_parallel: bool) -> None:
-    """Check that the engine's grammar takes `call`, and two calls only if is_parallel."""
-    params = engine.seen[-1][1]
-    assert params.parallel_tool_calls is is_parallel
-    source = from_tools(
-        params.tools, params.tool_choice, form, (), parallel_tool_calls=params.parallel_tool_calls
-    )
-    assert source is not None
-    assert takes(compiler(), source, call)
-    assert takes(compiler(), source, f"{call}\n{call}") is is_parallel

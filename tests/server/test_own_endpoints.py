@@ -1,4 +1,4 @@
-"""The endpoints that no API describes, CORS, and the forms of the log."""
+"""The endpoints that no API describes, CORS, idle connections, and the forms of the log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import io
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -141,3 +143,23 @@ def test_text_is_for_terminals(
     finally:
         for logger, level in levels:
             logger.setLevel(level)
+
+
+def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(served: Any) -> None:
+    server, _ = served
+    assert server.service.config.keep_alive_s > 60
+    assert server.server.config.timeout_keep_alive == server.service.config.keep_alive_s
+
+
+def test_an_idle_connection_is_closed_after_its_timeout(tmp_path: Path) -> None:
+    model = make_family(tmp_path / "m", "xml")
+    limits = httpx.Limits(keepalive_expiry=60)
+    with (
+        running(ScriptedEngine(Tokenizer(model)), model, keep_alive_s=1) as server,
+        httpx.Client(base_url=server.url, limits=limits) as client,
+    ):
+        first = client.get("/health").extensions["network_stream"]
+        time.sleep(0.3)
+        assert client.get("/health").extensions["network_stream"] is first
+        time.sleep(1.5)
+        assert client.get("/health").extensions["network_stream"] is not first

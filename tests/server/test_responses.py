@@ -16,8 +16,8 @@ from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server.response_store import ResponseStore
 from compiled_mtp.server.responses import to_template, with_instructions
 from compiled_mtp.server.responses_models import CallItem, MessageItem, ReasoningItem
+from tests.server.forced_calls import CALLS, check_forced_calls
 from tests.server.serving import CHECKPOINT, Running, ScriptedEngine, make_family, running
-from tests.server.test_openai import CALLS, check_forced_calls
 
 WEATHER: Any = {
     "type": "function",

@@ -16,7 +16,7 @@ from compiled_mtp.frontend.tokenizer import Tokenizer
 from compiled_mtp.server import serve
 from compiled_mtp.server.config import ServerConfig
 from compiled_mtp.server.interpreter import settle_interpreter
-from tests.server.serving import ScriptedEngine, running
+from tests.server.serving import ScriptedEngine, make_family, running
 
 SHIPPED = Path(EngineConfig().model)
 
@@ -85,3 +85,9 @@ def test_a_second_signal_ends_the_apps_processes(caplog: pytest.LogCaptureFixtur
         served.server.force_exit = True
         served.stop()
     assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == []
+
+
+def test_family_is_found(tmp_path: Path) -> None:
+    assert serve.find_call_form(Tokenizer(make_family(tmp_path / "x", "xml"))) == "xml"
+    assert serve.find_call_form(Tokenizer(make_family(tmp_path / "j", "json"))) == "json"
+    assert serve.find_call_form(Tokenizer(SHIPPED)) is None
