@@ -152,6 +152,7 @@ class Results:
         else:
             reason = request.finish_reason
             output = last_output(request, reason, request.error, kept, text, drafts, "parameters")
+            output = output._replace(routed_experts=self._experts_of(scheduled))
         self._live.outputs.append(output)
         self._live.finish(scheduled)
 

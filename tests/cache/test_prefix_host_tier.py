@@ -93,3 +93,16 @@ def test_a_tier_without_memory_keeps_its_entries() -> None:
     prefix_host.evict_to_host(KEYS[1], 1, 1, (0, 5), [3, 4])
     assert bring(prefix_host) == [0, 0, 1]
     prefix_host.check_integrity([])
+
+
+def test_what_a_request_reads_is_evicted_later() -> None:
+    prefix_host = PrefixHostTier(2, 2)
+    for key, priority in ((0, 10), (1, 12)):
+        prefix_host.evict_to_host(KEYS[key], 1, priority, (0, priority), [30 + key])
+        bring(prefix_host)
+    read = [prefix_host.hold(KEYS[0], 1, 20, 20, is_state=is_state) for is_state in (True, False)]
+    prefix_host.release(read)
+    prefix_host.evict_to_host(KEYS[2], 1, 15, (0, 15), [32])
+    bring(prefix_host)
+    assert [prefix_host.has_state(key) for key in KEYS[:3]] == [True, False, True]
+    assert [prefix_host.has_blocks(key) for key in KEYS[:3]] == [True, False, True]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from compiled_mtp.plan import Copy, Release, StepPlan
-from compiled_mtp.request import Request, RequestOutput
+from compiled_mtp.request import Request, RequestOutput, RoutedExperts
 from compiled_mtp.scheduler import Scheduler
 from compiled_mtp.scheduler.phases import TRANSITIONS, RequestPhase, check_transition
 from tests.fake_runner import FakeRunner
@@ -270,8 +270,11 @@ def test_a_stop_before_the_row_that_is_not_finite_ends_the_request_without_an_er
     scheduler = make_scheduler(max_in_flight=0)
     runner = FakeRunner(scheduler, 0, accept=3)
     runner.broken = {(1, 3)}
-    scheduler.add(make_request("a", 5, 3, 1, ignore_eos=True))
-    assert stream(scheduler, runner)[-1].finish_reason == "length"
+    experts = RoutedExperts((7, 1, 1), b"")
+    scheduler._results.read_experts = lambda block_ids, count: experts._replace(shape=(count, 1, 1))
+    scheduler.add(make_request("a", 5, 3, 1, ignore_eos=True, return_routed_experts=True))
+    last = stream(scheduler, runner)[-1]
+    assert (last.finish_reason, last.routed_experts) == ("length", experts)
 
 
 def test_phases_follow_the_table_and_nothing_else() -> None:

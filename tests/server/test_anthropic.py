@@ -107,6 +107,8 @@ def test_stops_and_lengths(scripted: Any) -> None:
     cut = client.messages.create(max_tokens=50, stop_sequences=["zzz", "three"], **fields)
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "three")
     assert cut.content[0].text == "one two "  # type: ignore[union-attr]
+    both = client.messages.create(max_tokens=50, stop_sequences=["ree", "three"], **fields)
+    assert (both.stop_sequence, both.content) == ("three", cut.content)
     count = client.messages.count_tokens(**fields)
     assert count.input_tokens == len(engine.seen[-1][0])
 

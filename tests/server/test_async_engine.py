@@ -151,6 +151,8 @@ def test_a_request_that_takes_long_to_prepare_delays_no_other(
         adding.cancel()
         with pytest.raises(asyncio.CancelledError):
             await adding
+        # The abort has come before the engine has the request.
+        await async_engine.between_steps("stats")
         may_go.set()
         while async_engine.num_open:
             await asyncio.sleep(0.001)

@@ -321,12 +321,13 @@ def test_pings_go_on_once_a_reader_has_caught_up() -> None:
             self.written: list[bytes] = []
 
         def write(self, body: bytes) -> bool:
+            assert not self.is_full, "pings would pile up"
             self.written.append(body)
             self.is_full = body == b"large"
             return not self.is_full
 
         async def wait_for_room(self) -> None:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
             self.is_full = False
 
         def abort(self) -> None:

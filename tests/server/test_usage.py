@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from compiled_mtp.request import RequestHistory, RequestMetrics, RequestOutput
 from compiled_mtp.request.metrics import LOOKED_UP
 from compiled_mtp.server.generation import RoundCounter, Usage
@@ -61,6 +63,17 @@ def test_each_choice_is_timed_separately() -> None:
     metrics.count([output(0), output(1), output(0, "stop")])
     metrics.fail("a", 1)
     assert not metrics._last_s
+
+
+def test_the_tokens_of_a_round_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, now = Metrics(), iter((1.0, 1.4))
+    monkeypatch.setattr("compiled_mtp.server.metrics.time.perf_counter", lambda: next(now))
+    history = RequestHistory(5, 0, mtp_step=3, rounds=[16], cached_tokens=0)
+    for tokens in ([7], [8, 9, 10, 11]):
+        metrics.count([RequestOutput("a", tokens, "x", RequestMetrics(history, 2, 5, 0.0), None)])
+    times = metrics._inter_token_s
+    assert times.total == pytest.approx(0.4)
+    assert {bound: n for bound, n in zip(times.bounds, times.counts, strict=False) if n} == {0.1: 4}
 
 
 def test_drafts_from_the_text_have_counters_of_their_own() -> None:

@@ -124,6 +124,35 @@ def test_preempted_requests(dense: Path, offload_gb: float | None) -> None:
     assert (stats.recomputes if offload_gb == 0 else stats.offloads) > 2
 
 
+def test_a_launch_that_fails_before_the_first_chunk_of_a_prompt_frees_its_features(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next plan frees every slot that no plan is known to have installed: the image is encoded again."""
+    pad, prompt = pad_of(dense), make_prompt(((64, 64),), 2, pad_of(dense))
+    engine = engine_with_images(dense, mtp_step=1)
+    add(engine, "alone", prompt, GREEDY)
+    wanted = run_to_end(engine)["alone"]
+    engine = engine_with_images(dense, mtp_step=1)
+    assert engine.runner.encoder is not None
+    add(engine, "text", make_prompt((), 1, pad), GREEDY)
+    for _ in range(3):
+        engine.step()
+    add(engine, "image", prompt, GREEDY)
+    while not engine.stats().images:
+        engine.step()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.programs, "decode", fail)
+        (ended,) = engine.step()
+    assert (ended.request_id, ended.finish_reason) == ("text", "error")
+    assert run_to_end(engine) == {"image": wanted}
+    assert engine.stats().images == 2
+    assert engine.runner.encoder.num_held == 0
+
+
 def test_log_probabilities_are_the_same_bits_beside_others(dense: Path) -> None:
     """A request with an image and one without, each alone and both together, and their prompts' as well."""
     pad, found = pad_of(dense), list[dict[str, Any]]()
