@@ -4,6 +4,9 @@ A step takes one unit of 128 columns, in parts of neighbouring columns that shar
 multiplied and added to the total in the tensor core, part after part. Where a kind scales sums, the tensor
 core sums the products of the numbers q of a scale's columns alone; the sum times the scale is added to the
 total in float32. That order holds for every tile and for `left_large_m`, so rows have the same bits in all.
+
+A program decodes the scales of a chunk of units once (ops.left_kept_scales). Experts in codes multiply with
+`sum_units`, in which each thread decodes those of its rows.
 """
 
 from __future__ import annotations
