@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -64,15 +64,12 @@ class AnthropicHandlers:
             ping_s=_PING_S,
         )
 
-    def _schemas(self, body: CountBody) -> dict[str, Any] | None:
+    def _schemas(self, body: CountBody) -> Mapping[str, Any] | None:
         """Return the schemas of the tools that may be called, by name; None if no tool may be called."""
         tools = [tool.model_dump() for tool in body.tools] if body.tools else None
         check_limits(self._service.config, (), (), (), tools=tools)
-        callable_tools = _callable_tools(body)
-        if not callable_tools:
-            return None
-        self._service.check_call_form()
-        return {tool.name: tool.input_schema for tool in callable_tools}
+        schemas = {tool.name: tool.input_schema for tool in _callable_tools(body)}
+        return self._service.callable_tools(schemas, None)
 
     def _params(self, body: MessagesBody) -> SamplingParams:
         stops = body.stop_sequences or []

@@ -95,14 +95,24 @@ class Service:
             tools=tools,
         )
 
-    def check_call_form(self) -> None:
-        """Raise the 400 of tools for a chat template that takes none."""
-        if self.call_form is None:
+    def callable_tools(self, schemas: Mapping[str, Any], choice: Any) -> Mapping[str, Any] | None:
+        """Return the schemas of tools by name if tool_choice lets them be called, else None.
+
+        Raises the 400 of tools for a chat template that takes none, and of a choice that needs tools.
+        """
+        if schemas and choice != "none":
+            if self.call_form is None:
+                raise ApiError(
+                    400,
+                    "tools must be left out, got some; the checkpoint's chat template takes no tools",
+                    param="tools",
+                )
+            return schemas
+        if choice not in (None, "none", "auto"):
             raise ApiError(
-                400,
-                "tools must be left out, got some; the checkpoint's chat template takes no tools",
-                param="tools",
+                400, "tool_choice must be auto or none without tools; add tools", param="tool_choice"
             )
+        return None
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Prompt:
         """Return a chat's token ids and images; `variables` go to its template. Raises ApiError."""
@@ -117,7 +127,8 @@ class Service:
     ) -> list[Stream]:
         """Add one request per prompt, or none if one is refused; return their streams.
 
-        sent: as in `make_params`. Raises ApiError for a refusal.
+        Without max_tokens an output may fill what the longest prompt leaves. sent: as in `make_params`.
+        Raises ApiError for a refusal.
         """
         count = len(prompts) * params.n
         if count > self.config.max_choices:
@@ -136,6 +147,8 @@ class Service:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        if "max_tokens" not in params.model_fields_set:
+            params = params.model_copy(update={"max_tokens": self.max_model_len - longest})
         try:
             return await self.engine.add_all(
                 [

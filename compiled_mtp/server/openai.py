@@ -114,21 +114,14 @@ class OpenAIHandlers:
         """POST /v1/chat/completions."""
         body = parse(ChatBody, await request.body(), self._service.config)
         self._service.check_model(body.model)
-        schemas = None
-        if body.tools and body.tool_choice != "none":
-            self._service.check_call_form()
-            schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
-        elif body.tool_choice not in (None, "none", "auto"):
-            raise ApiError(
-                400, "tool_choice must be auto or none without tools; add tools", param="tool_choice"
-            )
+        functions = [tool.function for tool in body.tools or ()]
+        schemas = self._service.callable_tools(
+            {f.name: f.parameters or {} for f in functions}, body.tool_choice
+        )
         params = self._chat_params(body)
         prompt = await self._render(
             body.messages, body.tools if schemas is not None else None, body.chat_template_kwargs
         )
-        if "max_tokens" not in params.model_fields_set:
-            room = max(1, self._service.max_model_len - len(prompt.token_ids))
-            params = params.model_copy(update={"max_tokens": room})
         streams = await self._service.start([prompt], params, body.priority)
         parsers = [self._service.parser(prompt, schemas) for _ in range(params.n)]
         choices = [Choice(i, parser, prompt.token_ids) for i, parser in enumerate(parsers)]

@@ -58,8 +58,13 @@ class ResponsesHandlers:
         service = self._service
         body = parse(ResponsesBody, await request.body(), service.config)
         service.check_model(body.model)
-        previous = self._previous(body.previous_response_id)
-        schemas, params = self._schemas(body), self._params(body)
+        given = body.previous_response_id
+        previous = None if given is None else self._find(given, "previous_response_id", 400)
+        functions = functions_of(body.tools or ())
+        schemas = service.callable_tools(
+            {n: f.parameters or {} for n, f in functions.items()}, body.tool_choice
+        )
+        params = self._params(body)
         own = (
             [{"role": "user", "content": body.input}]
             if isinstance(body.input, str)
@@ -67,9 +72,6 @@ class ResponsesHandlers:
         )
         earlier = [] if previous is None else previous.conversation()
         prompt = await self._render(body, [*earlier, *own], has_tools=schemas is not None)
-        if body.max_output_tokens is None:
-            room = max(1, service.max_model_len - len(prompt.token_ids))
-            params = params.model_copy(update={"max_tokens": room})
         (stream,) = await service.start([prompt], params, body.priority, _SENT)
         end = None if service.reasoning is None else service.reasoning.end
         builder = ResponseBuilder(body, service.parser(prompt, schemas), len(prompt.token_ids), end)
@@ -83,10 +85,7 @@ class ResponsesHandlers:
             raise ApiError(
                 400, "stream must be false for a stored answer; read it as a whole", param="stream"
             )
-        stored = self._store.find(response_id)
-        if stored is None:
-            raise _unknown(404, "response_id", response_id)
-        return JSONResponse(stored.response)
+        return JSONResponse(self._find(response_id).response)
 
     async def delete(self, response_id: str) -> Response:
         """DELETE /v1/responses/{response_id}; answers that continue it keep their conversation."""
@@ -134,25 +133,11 @@ class ResponsesHandlers:
             builder.is_stored = self._store.add(builder.whole(), messages, previous)
         return builder.whole()
 
-    def _previous(self, response_id: str | None) -> StoredResponse | None:
-        if response_id is None:
-            return None
+    def _find(self, response_id: str, param: str = "response_id", status: int = 404) -> StoredResponse:
         stored = self._store.find(response_id)
         if stored is None:
-            raise _unknown(400, "previous_response_id", response_id)
+            raise _unknown(status, param, response_id)
         return stored
-
-    def _schemas(self, body: ResponsesBody) -> dict[str, Any] | None:
-        """Return the schemas of the tools that may be called, by name; None if no tool may be called."""
-        functions = functions_of(body.tools or ())
-        if functions and body.tool_choice != "none":
-            self._service.check_call_form()
-            return {name: tool.parameters or {} for name, tool in functions.items()}
-        if body.tool_choice not in (None, "none", "auto"):
-            raise ApiError(
-                400, "tool_choice must be auto or none without tools; add tools", param="tool_choice"
-            )
-        return None
 
     def _params(self, body: ResponsesBody) -> SamplingParams:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []

@@ -169,9 +169,7 @@ def add_fields(
     prefix = model.model_config.get("env_prefix", "")
     parser.note_fields(names, prefix)
     first = next(name for name in names if name in common)
-    said = (
-        f"each flag is also an environment variable: --{first} is {prefix}{first.upper()}" if prefix else None
-    )
+    said = f"each flag is also an environment variable ({prefix}{first.upper()})" if prefix else None
     group, rare = parser.add_argument_group(title, said), parser.add_rare_group(f"more {title}", None)
     for name in names:
         _add_field(group if name in common else rare, name, model.model_fields[name])

@@ -142,7 +142,7 @@ def test_help_is_short_and_help_all_is_whole(
     assert [flag for flag in flags if f"  {flag}" not in whole] == []
     assert [flag for flag in ("--block-size", "--communicator") if flag in short] == []
     assert whole.index("--max-batch") < whole.index("--block-size")
-    assert "variable COMPILED_MTP_MODEL" in short
+    assert "environment variable (COMPILED_MTP_MODEL)" in short
     with pytest.raises(SystemExit) as exit_:
         parser.parse_args(["--help-all"])
     assert exit_.value.code == 0

@@ -89,7 +89,7 @@ def test_without_origins_there_are_no_cors_headers(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("origin", ["app.example.org", f"{ORIGIN}/", "https://"])
 def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
-    with pytest.raises(ValueError, match=r"^allowed_origins must be \* or origins as .*, got '"):
+    with pytest.raises(ValueError, match=r"^allowed_origins must be \* or origins such as .*, got '"):
         ServerConfig(allowed_origins=f"*,{origin}")
 
 
