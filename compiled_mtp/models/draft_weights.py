@@ -186,9 +186,11 @@ def plan_drafts(
     bfloat16 is read as it is. Rows are quantised wherever FP8 releases quantise them. Raises ValueError for a
     dtype that the GPU's products do not read, and for int4 rows that are no whole blocks.
     """
+    if asked == "weights" or (asked == "auto" and dtype != torch.bfloat16):
+        return DraftPlan(ids)
     reads_fp8, is_cpu = FP8.is_read_on(device), device.type == "cpu"
     reads_int4 = _INT4.is_read_on(device) and dtype == torch.bfloat16
-    if asked == "weights" or (asked == "auto" and (dtype != torch.bfloat16 or not (reads_fp8 or reads_int4))):
+    if asked == "auto" and not (reads_fp8 or reads_int4):
         return DraftPlan(ids)
     if asked == "float8_e4m3fn":
         remedy = "its kernels need compute capability 8.9, pass auto"

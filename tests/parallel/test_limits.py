@@ -96,6 +96,7 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.current_device", lambda: current)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("compiled_mtp.models.draft_weights.memory_of", lambda device: 80 << 30)
 
 
 @pytest.mark.parametrize(

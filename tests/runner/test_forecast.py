@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -62,16 +62,20 @@ def test_weights_of_a_gpu_take_whole_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "slots", "least", "most"),
+    ("options", "draft_dtype", "slots", "least", "most"),
     [
-        ({"four_bit_group": 128}, 8, 35_000, 45_000),
-        ({"scaled_codes": "Q4_K_M"}, 8, 40_000, 50_000),
+        ({"four_bit_group": 128}, "auto", 8, 28_000, 36_000),
+        ({"four_bit_group": 128}, "weights", 8, 35_000, 45_000),
+        ({"scaled_codes": "Q4_K_M"}, "auto", 8, 40_000, 50_000),
     ],
 )
-def test_27b_fits_a_card_of_24_gib(options: dict[str, Any], slots: int, least: int, most: int) -> None:
+def test_27b_fits_a_card_of_24_gib(
+    options: dict[str, Any], draft_dtype: Literal["auto", "weights"], slots: int, least: int, most: int
+) -> None:
     model = model_config("27b", **options)
     with assume(RTX_4090):
-        spec = resolve(EngineConfig(), model, model.vocab_size, is_checkpoint=False)
+        config = EngineConfig(draft_dtype=draft_dtype)
+        spec = resolve(config, model, model.vocab_size, is_checkpoint=False)
         plan = forecast(spec, free_bytes=RTX_4090.total_bytes, host_bytes=32 * GIB)
         needed = parameter_bytes(spec)
     assert plan.max_batch == slots

@@ -22,6 +22,7 @@ def spec_of(monkeypatch: pytest.MonkeyPatch, device: str, **options: Any) -> Eng
     """Return the spec of the default checkpoint on a device that need not exist."""
     monkeypatch.setattr("compiled_mtp.runner.spec.resolve_device", lambda name: torch.device(device))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("compiled_mtp.models.draft_weights.memory_of", lambda device: 80 << 30)
     config = EngineConfig(**options)
     return resolve(config, read_model_config(config.model), 4096)
 
