@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -309,12 +309,13 @@ async def merged(streams: Sequence[Stream]) -> Outputs:
     """Yield (choice, output) of all streams as outputs come; leaving early aborts all streams.
 
     Choices are numbered through, beginning with the choices of the first stream. Raises ApiError when a
-    choice ends for another reason than `stop` or `length`.
+    choice ends for another reason than `stop` or `length`, after its tokens.
     """
     try:
         if len(streams) == 1:
             async for output in streams[0]:
-                yield output.index, _checked(output)
+                for one in _delivered(output):
+                    yield output.index, one
             return
         found: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=1)
         readers = [asyncio.create_task(_read(index, s, found)) for index, s in enumerate(streams)]
@@ -327,7 +328,8 @@ async def merged(streams: Sequence[Stream]) -> Outputs:
                 if item is None:
                     num_left -= 1
                 else:
-                    yield item[0], _checked(item[1])
+                    for one in _delivered(item[1]):
+                        yield item[0], one
         finally:
             for reader in readers:
                 reader.cancel()
@@ -352,15 +354,30 @@ async def _read(index: int, stream: Stream, found: asyncio.Queue[Any]) -> None:
         await found.put(error)
 
 
-def _checked(output: RequestOutput) -> RequestOutput:
+def _delivered(output: RequestOutput) -> Iterator[RequestOutput]:
+    """Yield an output. One that ends a choice with an error gives its tokens first, then the ApiError.
+
+    A round may draw tokens before the one that it cannot draw; without drafts an earlier output has them.
+    """
+    error = _error_of(output)
+    if error is None:
+        yield output
+        return
+    if output.new_token_ids or output.new_text:
+        yield output._replace(finish_reason=None, error=None, error_kind=None)
+    raise error
+
+
+def _error_of(output: RequestOutput) -> ApiError | None:
+    """Return the error of an output that ends a choice for another reason than `stop` or `length`."""
     if output.finish_reason == "error" and output.error_kind == "parameters":
         error = output.error or "the request's parameters must leave a token to draw"
-        raise ApiError(400, error, param=param_of(error), code="parameters_failed")
+        return ApiError(400, error, param=param_of(error), code="parameters_failed")
     if output.finish_reason == "error":
-        raise ApiError(500, f"the request failed: {output.error}", code="engine_error")
+        return ApiError(500, f"the request failed: {output.error}", code="engine_error")
     if output.finish_reason == "abort":
-        raise ApiError(503, output.error or "the request was aborted", code="aborted")
-    return output
+        return ApiError(503, output.error or "the request was aborted", code="aborted")
+    return None
 
 
 @dataclass

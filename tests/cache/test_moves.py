@@ -325,6 +325,16 @@ def test_uploaded_drafts_are_verified(snapshot: Path, streams: dict[str, list[in
     assert driver.drain() == {name: stream[:13] for name, stream in streams.items()}
 
 
+def test_uploaded_drafts_do_not_count_as_looked_up(snapshot: Path) -> None:
+    driver = begin(snapshot)
+    slots = driver.runner.step.slots
+    assert slots.matched is not None
+    slots.matched[1:3] = 5
+    driver.run("move", moves=(Draft(1, (3, 4)),))
+    assert slots.drafts[1, :2].tolist() == [3, 4]
+    assert slots.matched[1:3].tolist() == [0, 5]
+
+
 def test_memory_for_the_host_tier_of_a_cpu_is_planned(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -427,7 +427,8 @@ def test_ids_that_the_tokenizer_has_and_the_model_has_not_are_refused(tmp_path: 
     file = str(tmp_path / "tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(file)
     new = VOCAB + 1 - tokenizer.get_vocab_size()
-    tokenizer.add_tokens([f"<new {index}>" for index in range(new)])
+    tokenizer.add_tokens([f"<new {index}>" for index in range(new - 1)])
+    tokenizer.add_special_tokens([f"<new {new - 1}>"])
     tokenizer.save(file)
     engine = make_engine(tmp_path, mtp_step=0)
     # A stop id that the model cannot draw has no effect.

@@ -14,6 +14,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from compiled_mtp.plan import Admit, Copy, StepPlan
 from compiled_mtp.request import Request, RequestOutput, SamplingParams
 from compiled_mtp.scheduler import Scheduler
+from compiled_mtp.scheduler.scheduled_request import ScheduledRequest
 from tests.fake_runner import FakeRunner
 from tests.scheduler.prefixes import CHUNK, make, request_of, run
 from tests.scheduler.test_scheduler import SchedulerMachine
@@ -36,6 +37,21 @@ def test_a_prompt_that_comes_again_resumes_at_the_last_end_before_its_last_token
     kinds = [type(move) for move in chunks[0].moves]
     assert kinds[-2:] == ([Admit, Copy] if length > CHUNK else kinds[-2:])
     assert scheduler.pool.num_used == 0
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_counts_no_shared_blocks() -> None:
+    """It resumes nowhere: admission must not expect its blocks from another request."""
+    scheduler, runner = make()
+    prompt = list(range(100, 124))
+    scheduler.add(request_of("a", prompt, 20))
+    while not scheduler.take_outputs():
+        scheduler.update(runner.run(scheduler.schedule()))
+    counts = []
+    for prompt_logprobs in (None, 0):
+        request = request_of("b", prompt, prompt_logprobs=prompt_logprobs)
+        counts.append(scheduler.prefix.count_shared(ScheduledRequest(request)))
+    # Two chunks of two blocks each.
+    assert counts == [4, 0]
 
 
 def test_a_chat_that_grows_resumes_at_the_end_of_the_turn_before() -> None:

@@ -240,3 +240,15 @@ def test_a_row_that_masks_every_id_ends_its_request_with_the_names_of_the_masks(
     assert outputs[-1].error is not None
     assert outputs[-1].error.startswith("allowed_token_ids, min_tokens must leave a token to draw, got none")
     assert [token for output in outputs for token in output.new_token_ids] == [token_at(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_tokens", "is_named"), [(31, 99, False), (6, 99, True), (6, 5, False)]
+)
+def test_blocks_are_named_where_they_alone_cut_a_request(
+    num_blocks: int, max_tokens: int, is_named: bool
+) -> None:
+    """All blocks hold 20 of max_model_len's 40 tokens, or more than 40."""
+    request = make_request("a", 10, max_tokens)
+    make_scheduler(num_blocks=num_blocks).limits.fit(request)
+    assert (request.length_reason is not None) == is_named

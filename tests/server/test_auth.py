@@ -351,20 +351,22 @@ def test_pings_go_on_once_a_reader_has_caught_up() -> None:
     assert connection.written.count(b"ping") >= 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts(guarded: Running, engine: ScriptedEngine, stream: bool) -> None:
+@pytest.mark.parametrize(("stream", "prompts"), [(False, ["a"]), (True, ["a"]), (True, ["a", "b"])])
+def test_a_client_that_leaves_aborts(
+    guarded: Running, engine: ScriptedEngine, stream: bool, prompts: list[str]
+) -> None:
     script, engine.script = engine.script, engine.script * 10_000
     engine.step_s = 0.005
     engine.aborted.clear()
     try:
-        body = json.dumps(BODY | {"stream": stream, "max_tokens": 10**6}).encode()
+        body = json.dumps(BODY | {"prompt": prompts, "stream": stream, "max_tokens": 10**6}).encode()
         with socket.create_connection((guarded.host, guarded.port)) as connection:
             connection.sendall(head(len(body)) + body)
             deadline = time.monotonic() + 5
             while not guarded.service.engine.num_open and time.monotonic() < deadline:
                 time.sleep(0.01)
         wait_for_none_open(guarded)
-        assert len(engine.aborted) == 1
+        assert len(engine.aborted) == len(prompts)
     finally:
         engine.script, engine.step_s = script, 0.0
 

@@ -401,14 +401,16 @@ def test_errors_name_the_field(real: Running, fields: Any, status: int, param: s
 
 def test_errors_of_a_running_request(scripted: Any) -> None:
     server, engine, _ = scripted
-    engine.say("some text")
-    engine.error = "a row was not finite"
+    engine.say("some text", chunk=99)
+    engine.error, chunks = "a row was not finite", list[Any]()
     try:
         client = client_of(server)
         with pytest.raises(openai.InternalServerError, match="not finite"):
             client.chat.completions.create(model="m", messages=MESSAGES)
         with pytest.raises(openai.APIError, match="not finite"):
-            list(client.chat.completions.create(model="m", messages=MESSAGES, stream=True))
+            chunks.extend(client.chat.completions.create(model="m", messages=MESSAGES, stream=True))
+        # The tokens that the round drew before the row.
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "some text"
     finally:
         engine.error = None
 

@@ -39,7 +39,7 @@ def test_drafts_count_what_was_verified() -> None:
 
 def test_cached_tokens_are_a_sum_over_prompts() -> None:
     usage = Usage(1200)
-    for name, index, cached in (("a", 0, 0), ("b", 0, 512), ("a", 1, 256), ("b", 1, 512)):
+    for name, index, cached in (("a", 0, 0), ("b", 0, 512), ("a", 1, 256), ("b", 1, 256)):
         history = RequestHistory(600, 0, mtp_step=3, rounds=[16], cached_tokens=cached)
         usage.add(RequestOutput(name, [], "", RequestMetrics(history, 2, 3, 0.0), "stop", index=index))
     assert usage.to_openai()["prompt_tokens_details"] == {"cached_tokens": 768}
