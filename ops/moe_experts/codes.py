@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from compiled_mtp.ops.left_config import LeftForm, LeftTile, form_of_int4, form_of_kind, is_int4
+from compiled_mtp.ops.left_config import LeftForm, form_of_int4, form_of_kind, is_int4
 from compiled_mtp.ops.moe_experts.codes_kernel import down_codes_kernel, gate_up_codes_kernel
 from compiled_mtp.ops.moe_experts.grouping_kernel import Table, launch_options, plan, sum_slots, table_of
 
@@ -31,11 +32,33 @@ class Stack(NamedTuple):
         return len(self.words) + (self.shared is not None)
 
 
+@dataclass(frozen=True)
+class ExpertTile:
+    """One launch configuration of a product.
+
+    A tile has `block_m` pairs and `block_n` weight rows, one or more blocks of 16 for each warp. chunk: units
+    that a stage of shared memory holds. tiles: those that a program multiplies one after another, if N is a
+    multiple of them; more than one have multiples of 32 weight rows.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    chunk: int
+    num_stages: int
+    tiles: int = 1
+
+    def shared_bytes(self, form: LeftForm) -> int:
+        """Shared memory of a program: rows in bfloat16, words, scales."""
+        row = 2 * form.words + 4 * form.scale_words
+        return self.num_stages * self.chunk * (self.block_m * 256 + self.block_n * row)
+
+
 class Tiles(NamedTuple):
     """The tiles of both products, with equal numbers of pairs."""
 
-    gate_up: LeftTile
-    down: LeftTile
+    gate_up: ExpertTile
+    down: ExpertTile
 
 
 def int4_stack(words: torch.Tensor, scales: torch.Tensor, shared: torch.Tensor | None) -> Stack:
@@ -50,29 +73,33 @@ def kind_stack(words: torch.Tensor, scales: torch.Tensor, kind: str, shared: tor
     return Stack(words, scales.view(len(scales), -1).view(torch.int32), form_of_kind(kind), shared)
 
 
-def tile_for(num_pairs: int, stack: Stack, is_down: bool) -> LeftTile:
+def tile_for(num_pairs: int, stack: Stack, is_down: bool) -> ExpertTile:
     """The tile of `num_pairs` pairs of all experts. No tile gives a pair other bits.
 
     Measured for 35B-A3B on an H200. Experts rarely have more than one and a half times their mean number of
     pairs, so that few need two tiles, which decode the weight twice.
     """
-    mean, has_integers = num_pairs / stack.experts, is_int4(stack.form)
+    mean = num_pairs / stack.experts
+    if mean <= 0.8:
+        if is_down:
+            return ExpertTile(8, 128, 4, 1, 4)
+        # So few programs that all run at once: each has half of its weights on their way.
+        return ExpertTile(8, 64, 4, 4, 2) if mean <= 0.2 else ExpertTile(8, 64, 4, 1, 4)
+    # An expert's down has few units: most of a tile's time is its start. Tiles of 64 pairs have no registers
+    # left for a second one.
+    tiles = 2 if is_down and mean <= 48 else 1
     if mean <= 6:
-        if has_integers and is_down:
-            return LeftTile(8, 128, 4, 2, 2)
-        return LeftTile(8, 64, 4, 4, 2) if has_integers and mean <= 0.5 else LeftTile(8, 64, 4, 2, 3)
+        return ExpertTile(8, 128, 4, 1, 3, tiles)
     # Wide tiles read fewer rows; the values of other codes leave no registers for their sums.
-    block_n = 128 if has_integers else 64
-    if mean <= 14:
-        return LeftTile(16, block_n, 4, 1, 4)
-    return LeftTile(32 if mean <= 48 else 64, block_n, 4, 1, 3)
+    block_n = 128 if is_int4(stack.form) else 64
+    return ExpertTile(16 if mean <= 14 else 32 if mean <= 48 else 64, block_n, 4, 1, 3, tiles)
 
 
 def tiles_for(num_pairs: int, gate_up: Stack, down: Stack) -> Tiles:
     return Tiles(tile_for(num_pairs, gate_up, is_down=False), tile_for(num_pairs, down, is_down=True))
 
 
-def plain_stages(tile: LeftTile, form: LeftForm) -> int:
+def plain_stages(tile: ExpertTile, form: LeftForm) -> int:
     """Stages of 64 columns of a plain weight: as many as the memory of a tile's codes holds."""
     return max(3, tile.shared_bytes(form) // ((tile.block_m + tile.block_n) * 64 * 2))
 
@@ -90,7 +117,7 @@ def launch_experts(
     return launch_sums(tiles.down, hidden, weights, down, table, early=True)
 
 
-def launch_hidden(tile: LeftTile, x: torch.Tensor, stack: Stack, table: Table) -> torch.Tensor:
+def launch_hidden(tile: ExpertTile, x: torch.Tensor, stack: Stack, table: Table) -> torch.Tensor:
     """silu(gate x) * up x [M * slots, I] in x's dtype, a row for each pair in the table's order."""
     hidden = torch.empty((table.ids.numel(), stack.words.shape[1] // 2), dtype=x.dtype, device=x.device)
     # One row may have any stride; another value would compile another kernel.
@@ -100,7 +127,7 @@ def launch_hidden(tile: LeftTile, x: torch.Tensor, stack: Stack, table: Table) -
 
 
 def launch_sums(
-    tile: LeftTile,
+    tile: ExpertTile,
     hidden: torch.Tensor,
     weights: torch.Tensor,
     stack: Stack,
@@ -121,7 +148,7 @@ def launch_sums(
 
 def _launch(
     kernel: Any,
-    tile: LeftTile,
+    tile: ExpertTile,
     x: torch.Tensor,
     x_stride: int,
     stack: Stack,
@@ -130,7 +157,8 @@ def _launch(
     **constants: bool,
 ) -> None:
     n, units = stack.words.shape[1], x.shape[1] // UNIT
-    kernel[(triton.cdiv(n, tile.block_n), table.entries)](
+    tiles = 1 if n % (tile.block_n * tile.tiles) else tile.tiles
+    kernel[(triton.cdiv(n, tile.block_n * tiles), table.entries)](
         x,
         stack.words,
         stack.scales,
@@ -147,10 +175,10 @@ def _launch(
         EXPERTS=len(stack.words),
         BM=tile.block_m,
         BN=tile.block_n,
+        TILES=tiles,
         CHUNK=tile.chunk,
-        STAGES=tile.num_stages,
+        STAGES=min(tile.num_stages, triton.cdiv(units, tile.chunk) + 1),
         PLAIN_STAGES=plain_stages(tile, stack.form),
-        AHEAD=tile.ahead,
         EVEN=units % tile.chunk == 0,
         **stack.form.constants(),
         **constants,

@@ -12,10 +12,9 @@ import torch
 from compiled_mtp.engine import Engine
 from compiled_mtp.ops.int4 import dequantize
 from compiled_mtp.ops.k_splits import add_tree
-from compiled_mtp.ops.left_config import LeftTile
 from compiled_mtp.ops.linear_w4a16 import linear_w4a16, linear_w4a16_partials, linear_w4a16_silu_mul
 from compiled_mtp.ops.moe_experts import moe_experts_w4a16
-from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts
+from compiled_mtp.ops.moe_experts.codes import ExpertTile, Tiles, launch_experts
 from compiled_mtp.ops.silu_mul import silu_mul
 from compiled_mtp.request import SamplingParams
 from tests.checkpoints import write_checkpoint
@@ -84,11 +83,12 @@ def check_tiles(args: Any, wanted: torch.Tensor) -> None:
     """Compare the bits of tiles of 8 to 64 pairs, whatever their weight rows. args: of `launch_experts`."""
     for gate_up, down in (
         ((8, 32, 2, 4, 3), (8, 64, 4, 2, 3)),
+        ((8, 64, 4, 2, 2, 2), (8, 64, 4, 2, 2, 4)),
         ((16, 64, 2, 1, 4), (16, 128, 4, 1, 3)),
         ((32, 64, 4, 1, 3), (32, 32, 2, 2, 2)),
         ((64, 128, 4, 1, 3), (64, 64, 4, 1, 3)),
     ):
-        tiles = Tiles(LeftTile(*gate_up), LeftTile(*down))
+        tiles = Tiles(ExpertTile(*gate_up), ExpertTile(*down))
         assert torch.equal(launch_experts(tiles, *args), wanted), tiles
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from compiled_mtp.ops.blocks import KINDS, products
-from compiled_mtp.ops.left_config import LeftTile
 from compiled_mtp.ops.moe_experts import moe_experts_blocks
-from compiled_mtp.ops.moe_experts.codes import Tiles, launch_experts
+from compiled_mtp.ops.moe_experts.codes import ExpertTile, Tiles, launch_experts
 from tests.ops.harness import check_compiles, poisoned_allocations
 from tests.ops.left_on_cpu import put_experts_on_cpu
 from tests.ops.test_linear_blocks import scaled_codes
@@ -93,12 +92,14 @@ def test_rows_do_not_depend_on_their_company_in_interpreter(interpreter: None) -
             assert torch.equal(got, whole[:rows]), rows
 
 
-def test_tiles_have_the_same_bits_in_interpreter(interpreter: None) -> None:
-    args = arguments(moe_experts_blocks, case_of(4, 2, 1, 128, 512))
-    whole = launch_experts(Tiles(LeftTile(8, 64, 2, 2, 3), LeftTile(8, 64, 2, 2, 3)), *args)
+@pytest.mark.parametrize("kinds", [("Q5_K", "Q8_0"), ("NVFP4", "Q6_K")])
+def test_tiles_have_the_same_bits_in_interpreter(interpreter: None, kinds: tuple[str, str]) -> None:
+    args = arguments(moe_experts_blocks, case_of(4, 2, 1, 256, 512, kinds))
+    whole = launch_experts(Tiles(ExpertTile(8, 64, 2, 2, 3), ExpertTile(8, 64, 2, 2, 3)), *args)
     for tiles in (
-        Tiles(LeftTile(16, 128, 4, 1, 3), LeftTile(16, 128, 4, 3, 2)),
-        Tiles(LeftTile(64, 32, 2, 1, 4), LeftTile(64, 256, 8, 1, 3)),
+        Tiles(ExpertTile(8, 64, 4, 1, 3, tiles=2), ExpertTile(8, 64, 4, 3, 2, tiles=4)),
+        Tiles(ExpertTile(16, 128, 4, 1, 3), ExpertTile(16, 128, 4, 3, 2, tiles=2)),
+        Tiles(ExpertTile(64, 32, 2, 1, 4), ExpertTile(64, 256, 8, 1, 3)),
     ):
         assert torch.equal(launch_experts(tiles, *args), whole), tiles
 

@@ -9,9 +9,16 @@ import torch
 
 from compiled_mtp.ops.blocks import KINDS
 from compiled_mtp.ops.int4 import dequantize, pack, unpack
-from compiled_mtp.ops.left_config import LeftTile, form_of_int4, form_of_kind
+from compiled_mtp.ops.left_config import form_of_int4, form_of_kind
 from compiled_mtp.ops.moe_experts import moe_experts_w4a16, moe_hidden_w4a16, moe_sums_w4a16
-from compiled_mtp.ops.moe_experts.codes import Stack, Tiles, launch_experts, plain_stages, tiles_for
+from compiled_mtp.ops.moe_experts.codes import (
+    ExpertTile,
+    Stack,
+    Tiles,
+    launch_experts,
+    plain_stages,
+    tiles_for,
+)
 from tests.ops.harness import check_compiles, poisoned_allocations
 from tests.ops.left_on_cpu import put_experts_on_cpu
 from tests.ops.test_linear_w4a16 import four_bits
@@ -122,17 +129,22 @@ def arguments(operator: Any, case: Case) -> Any:
     return found[0]
 
 
-def test_tiles_have_the_same_bits_in_interpreter(interpreter: None) -> None:
-    case = case_of(20, 3, 2, 256, 512, is_shared_plain=True)
+@pytest.mark.parametrize("is_shared_plain", [False, True])
+def test_tiles_have_the_same_bits_in_interpreter(interpreter: None, is_shared_plain: bool) -> None:
+    """A program has one tile or several, and copies chunks of the next while it multiplies one."""
+    case = case_of(20, 3, 2, 256, 512, is_shared_plain=is_shared_plain)
     args = arguments(moe_experts_w4a16, case)
-    whole = launch_experts(Tiles(LeftTile(8, 64, 2, 2, 3), LeftTile(8, 64, 2, 2, 3)), *args)
+    whole = launch_experts(Tiles(ExpertTile(8, 64, 2, 2, 3), ExpertTile(8, 64, 2, 2, 3)), *args)
     assert relative_error(whole, exact(case)) < 5e-3
     for tiles in (
-        Tiles(LeftTile(32, 128, 4, 1, 3), LeftTile(32, 32, 2, 2, 2)),
-        Tiles(LeftTile(16, 32, 2, 1, 4), LeftTile(16, 96, 2, 4, 3)),
-        Tiles(LeftTile(64, 256, 8, 3, 2), LeftTile(64, 64, 4, 1, 5)),
+        Tiles(ExpertTile(32, 128, 4, 1, 3), ExpertTile(32, 32, 2, 2, 2)),
+        Tiles(ExpertTile(16, 32, 2, 1, 4, tiles=2), ExpertTile(16, 96, 2, 4, 3)),
+        # More stages than chunks, and units that are no multiple of a chunk.
+        Tiles(ExpertTile(8, 64, 4, 2, 3, tiles=4), ExpertTile(8, 64, 4, 3, 3, tiles=2)),
+        Tiles(ExpertTile(64, 256, 8, 3, 2), ExpertTile(64, 64, 4, 1, 5, tiles=4)),
     ):
-        assert torch.equal(launch_experts(tiles, *args), whole), tiles
+        with poisoned_allocations():
+            assert torch.equal(launch_experts(tiles, *args), whole), tiles
 
 
 def cut(case: Case, columns: slice) -> Case:
@@ -156,7 +168,7 @@ def cut(case: Case, columns: slice) -> Case:
     return case | own
 
 
-@pytest.mark.parametrize("pairs", [1, 36, 1152, 2304, 4608, 9216, 18432])
+@pytest.mark.parametrize("pairs", [1, 36, 72, 205, 206, 1152, 2304, 4608, 9216, 18432])
 def test_tiles_fit(pairs: int) -> None:
     """The smallest shared memory of a supported GPU, and one tile for nearly every expert."""
     for form in (*map(form_of_kind, KINDS), form_of_int4(torch.float16, 4)):
@@ -165,6 +177,7 @@ def test_tiles_fit(pairs: int) -> None:
         assert tiles.gate_up.block_m == tiles.down.block_m >= min(0.7 * pairs / 257, 64)
         for tile in tiles:
             assert tile.block_n % (16 * tile.num_warps) == 0
+            assert tile.tiles == 1 or tile.block_n % 32 == 0
             plain = plain_stages(tile, form) * (tile.block_m + tile.block_n) * 64 * 2
             assert max(tile.shared_bytes(form), plain) <= 99 * 1024, form
 

@@ -286,10 +286,10 @@ def launches(capability: int) -> Iterator[LaunchCase]:
         )
         call = functools.partial(moe_experts, prefill=name == "prefill")
         yield launch(f"{name}-{dtype_label(dtype)}", call, make, dtype)
-    # Tiles of 8, 16, 32 and 64 pairs; only the first for all formats.
+    # Tiles of 8 pairs, for three numbers of rows, of 16, 32 and 64. All formats have the first and the third.
     groups = ((128, False), (128, True), (64, False), (32, False))
-    for rows in (ROWS, 256, 512, PREFILL_ROWS):
-        for group, is_shared_plain in groups if rows == ROWS else groups[:1]:
+    for rows in (ROWS, 8, 32, 256, 512, PREFILL_ROWS):
+        for group, is_shared_plain in groups if rows in (ROWS, 32) else groups[:1]:
             inputs = functools.partial(
                 four_bit_inputs,
                 shape=SHAPES["35b-a3b"],
@@ -299,7 +299,7 @@ def launches(capability: int) -> Iterator[LaunchCase]:
             )
             label = f"{rows}-int4-g{group}{'-plain-shared' if is_shared_plain else ''}"
             yield launch(label, moe_experts_w4a16, inputs)
-        for kinds in KIND_PAIRS if rows == ROWS else KIND_PAIRS[:1]:
+        for kinds in KIND_PAIRS if rows in (ROWS, 32) else KIND_PAIRS[:1]:
             inputs = functools.partial(block_inputs, shape=SHAPES["35b-a3b"], rows=rows, kinds=kinds)
             yield launch(f"{rows}-{'-'.join(kinds)}", moe_experts_blocks, inputs)
     shards = functools.partial(expert_shards, rows=PREFILL_ROWS, is_fp8=False)
