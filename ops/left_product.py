@@ -5,8 +5,8 @@ multiplied and added to the total in the tensor core, part after part. Where a k
 core sums the products of the numbers q of a scale's columns alone; the sum times the scale is added to the
 total in float32. That order holds for every tile and for `left_large_m`, so rows have the same bits in all.
 
-A program decodes the scales of a chunk of units once (ops.left_kept_scales). Experts in codes multiply with
-`sum_units`, in which each thread decodes those of its rows.
+A program decodes the scales of a chunk of units once (ops.left_kept_scales). In experts in codes, each thread
+decodes those of its rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from compiled_mtp.ops.left_operand import (
     words_above,
     words_of_rows,
 )
-from compiled_mtp.ops.left_scales import load_fields, own_fields, words_of_scales
+from compiled_mtp.ops.left_scales import own_fields, words_of_scales
 from compiled_mtp.ops.persistent_slots import await_flag, set_flag
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -85,52 +85,6 @@ def add_unit(
 
 
 @gluon.jit
-def sum_units(
-    words, above, x, words_at, above_at, x_at, is_row, fields_at, row, step, first, units, fields, total,
-    layout: gl.constexpr, words_layout: gl.constexpr, above_layout: gl.constexpr, rows_layout: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
-    FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, KIND: gl.constexpr,
-    PARTS: gl.constexpr,
-):  # fmt: skip
-    """Add `units` units from `first` on to total, chunk by chunk.
-
-    The first STAGES - 1 chunks are on their way to shared memory; fields: those of the first AHEAD chunks.
-    """
-    PER_UNIT: gl.constexpr = words_of_scales(KIND, FIELDS)
-    PER_CHUNK: gl.constexpr = CHUNK * PER_UNIT
-    end = first + units
-    stage = 0
-    for begin in range(0, units, CHUNK):
-        later = first + begin + AHEAD * CHUNK
-        fields += load_fields(fields_at, row, step, later, end - 1, CHUNK, FIELDS, KIND)
-        async_copy.wait_group(STAGES - 2)
-        # All warps have left the stage of the chunk before this one.
-        free = (stage + STAGES - 1) % STAGES
-        next_first = first + begin + (STAGES - 1) * CHUNK
-        copy_words(words.index(free), words_at, next_first, end, words_layout, 32, BLOCK_WORDS)
-        if ABOVE > 0:
-            copy_words(above.index(free), above_at, next_first, end, above_layout, ABOVE, BLOCK_WORDS)
-        copy_rows(x.index(free), x_at, is_row, next_first, end, rows_layout)
-        own_words = words.index(stage)
-        own_above = above.index(stage)
-        own_x = x.index(stage)
-        for unit in gl.static_range(CHUNK):
-            own = fields[unit * PER_UNIT : (unit + 1) * PER_UNIT]
-            if EVEN or unit == 0:
-                total = add_unit(
-                    own_words, own_above, own_x, own, row, total, layout, unit, WIDTH, FIELDS, KIND, PARTS
-                )
-            else:
-                if begin + unit < units:
-                    total = add_unit(
-                        own_words, own_above, own_x, own, row, total, layout, unit, WIDTH, FIELDS, KIND, PARTS
-                    )
-        stage = (stage + 1) % STAGES
-        fields = fields[PER_CHUNK:]
-    return total
-
-
-@gluon.jit
 def copy_chunk(
     words, above, x, words_at, above_at, x_at, is_row, first, end, words_layout: gl.constexpr,
     above_layout: gl.constexpr, rows_layout: gl.constexpr, EVEN: gl.constexpr, ABOVE: gl.constexpr,
@@ -152,17 +106,18 @@ def copy_chunk(
 
 
 @gluon.jit
-def sum_kept_units(
+def sum_units(
     words, above, x, scales, words_at, above_at, x_at, is_row, fields_from, fields, row, first, units, total,
     layout: gl.constexpr, words_layout: gl.constexpr, above_layout: gl.constexpr, rows_layout: gl.constexpr,
     CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr, WIDTH: gl.constexpr,
     FIELDS: gl.constexpr, ABOVE: gl.constexpr, BLOCK_WORDS: gl.constexpr, KIND: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """As `sum_units`, with scales that are decoded once per program.
+    """Add `units` units from `first` on to total, chunk by chunk.
 
-    fields: those of the first AHEAD chunks, as `load_chunk_fields` loads them from `fields_from`. scales:
-    shared memory for those of a chunk. row [BN]: the row in its block of 16.
+    The first STAGES - 1 chunks are on their way to shared memory; fields: those of the first AHEAD chunks, as
+    `load_chunk_fields` loads them from `fields_from`. scales: shared memory for those of a chunk. row [BN]:
+    the row in its block of 16.
     """
     PER_CHUNK: gl.constexpr = words_of_scales(KIND, FIELDS)
     end = first + units
@@ -247,7 +202,7 @@ def sum_task(
     x_at = x + row.to(gl.int64)[:, None] * x_stride + column[None, :]
     for chunk in gl.static_range(STAGES - 1):
         copy_rows(shared_x.index(chunk), x_at, row < rows, first + chunk * CHUNK, end, rows_layout)
-    total = sum_kept_units(
+    total = sum_units(
         words, above, shared_x, scales, words_at, above_at, x_at, row < rows, fields_from, fields, in_block,
         first, units, total, layout, words_layout, above_layout, rows_layout, CHUNK, STAGES, AHEAD, EVEN,
         WIDTH, FIELDS, ABOVE, BLOCK_WORDS, KIND, PARTS,
