@@ -151,4 +151,4 @@ def test_engines_under_all_pressures_at_once(
             assert own == (tokens[: len(own)] if name == aborted else tokens), (turn, name)
         chats = [*chats[-4:], *(prompts[name] + expected[name] for name in prompts)]
     assert engine.stats().blocks_used == 0
-    assert engine.stats().prefix_hits > 5
+    assert engine.stats().prefix_hits >= 5
