@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -130,6 +131,16 @@ def test_shares_of_few_rows_have_the_same_bits(
         got = launch_left(shared, x, weight, split, torch.float32, gated)
         assert torch.equal(got, whole), tile
         assert not zero_counters(x.device).any()
+
+
+def test_a_program_begins_its_first_task_at_chunk_0() -> None:
+    """So it waits for no other program before it has waited for the kernel before it."""
+    for length, tasks in itertools.product((1, 2, 5, 17, 40), (2, 3, 7, 133, 544, 1088)):
+        for programs in {1, tasks // 2, tasks - 1, min(tasks - 1, 528)}:
+            share, more = divmod(tasks * length, programs)
+            begins = [program * share + min(program, more) for program in range(programs)]
+            for begin, end in zip(begins, [*begins[1:], tasks * length], strict=True):
+                assert (end - 1) // length * length >= begin
 
 
 @pytest.mark.parametrize("gated", [False, True])

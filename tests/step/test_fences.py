@@ -87,6 +87,11 @@ def early_uses(
                 for use, names in early_uses(branch, made_of, wait).items():
                     found[use] |= names
             part = statement.test
+        elif isinstance(statement, ast.While) and is_waiting:
+            # What follows the wait in a first pass, and all of the passes after it, are behind the wait.
+            for use, names in early_uses(statement.body, made_of, wait).items():
+                found[use] |= names
+            part = statement.test
         for use, node in touches(part):
             found[use] |= names_of(node, made_of)
         if isinstance(statement, (ast.Assign, ast.AugAssign)):
@@ -121,7 +126,7 @@ def names_of(node: ast.AST, made_of: dict[str, set[str]], with_loads: bool = Tru
 
 class Settle(ast.NodeTransformer):
     """Replaces `if RESIDENT`, `if not RESIDENT` and `if X and RESIDENT` by the branch of one value; EARLY is
-    true."""
+    true. A program begins its first task at chunk 0: tests/ops/test_left_product.py."""
 
     def __init__(self, resident: bool) -> None:
         self.resident = resident
@@ -129,12 +134,41 @@ class Settle(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
         terms = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
-        values = {"RESIDENT": self.resident, "not RESIDENT": not self.resident, "not EARLY": False}
+        values = {
+            "RESIDENT": self.resident,
+            "not RESIDENT": not self.resident,
+            "not EARLY": False,
+            "from_chunk > 0": False,
+        }
         known = [values[text] for text in map(ast.unparse, terms) if text in values]
         if not known:
             return node
         assert not (isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or))
         return node.body if all(known) else node.orelse
+
+
+class Inline(ast.NodeTransformer):
+    """Replaces `result = helper(...)` by the body of a helper of the same file that waits."""
+
+    def __init__(self, functions: dict[str, ast.FunctionDef]) -> None:
+        self.waiting = {name: of for name, of in functions.items() if calls(of, "gdc_wait")}
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        call = node.value
+        if not (
+            isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in self.waiting
+        ):
+            return node
+        helper = self.waiting[call.func.id]
+        assert not call.keywords
+        assert isinstance(helper.body[-1], ast.Return)
+        given = [
+            ast.parse(f"{parameter.arg} = {ast.unparse(value)}").body[0]
+            for parameter, value in zip(helper.args.args, call.args, strict=True)
+            if parameter.arg != ast.unparse(value)
+        ]
+        returned = ast.parse(f"{ast.unparse(node.targets[0])} = {ast.unparse(helper.body[-1].value)}").body
+        return [*given, *helper.body[:-1], *returned]
 
 
 def partitions(kernel: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> list[ast.FunctionDef]:
@@ -160,6 +194,18 @@ def read_kernels(resident: bool) -> dict[str, Kernel]:
         }
         for path in sorted(OPS.glob("**/*.py"))
     ]
+    for functions in files:
+        inline = Inline(functions)
+        called = {
+            call.func.id
+            for of in functions.values()
+            for call in ast.walk(of)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        }
+        for name in functions.keys() - inline.waiting.keys():
+            inline.visit(functions[name])
+        for name in inline.waiting.keys() & called:
+            del functions[name]
     # What a warp group runs may stand in another file.
     every = {name: function for functions in files for name, function in functions.items()}
     own = [{name: partitions(of, every | functions) for name, of in functions.items()} for functions in files]
