@@ -6,6 +6,7 @@ A draft decides no token, so rounding and missing ids may cost acceptance and ne
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -192,12 +193,7 @@ def plan_drafts(
     reads_int4 = _INT4.is_read_on(device) and dtype == torch.bfloat16
     if asked == "auto" and not (reads_fp8 or reads_int4):
         return DraftPlan(ids)
-    if asked == "float8_e4m3fn":
-        remedy = "its kernels need compute capability 8.9, pass auto"
-        check(reads_fp8 or is_cpu, "draft_dtype", "be auto, int4 or weights on this GPU", asked, remedy)
-    elif asked == "int4":
-        limit = "its kernels need compute capability 8.0 and bfloat16, pass auto"
-        check(reads_int4 or is_cpu, "draft_dtype", "be auto or weights on this GPU", asked, limit)
+    _check_asked(asked, reads_fp8 or is_cpu, reads_int4 or is_cpu)
     layer = DraftPlan(
         ids,
         has_fp8_linears=(reads_fp8 or is_cpu) and any(name not in formats for name in _linears(model)),
@@ -217,16 +213,23 @@ def plan_drafts(
         multiples = f"int4 takes multiples of {int4.ROWS} rows and of {int4.UNIT} columns"
         check(in_int4 is not None, "draft_dtype", rule, asked, multiples)
         return in_int4 or layer
+    is_packed = any(form.is_packed for form in formats.values())
     plans = [in_fp8] if reads_fp8 else []
     if in_int4 is not None and reads_int4:
-        is_packed = any(form.is_packed for form in formats.values())
         plans.insert(0 if is_packed else len(plans), in_int4)
-    for plan in plans:
-        size = plan.head_bytes(model.vocab_size // world, model.hidden_size, dtype.itemsize)
-        # Rows of draft_vocab are a copy too, and larger in bfloat16.
-        if ids is not None or size <= memory_of(device) * _HEAD_SHARE:
-            return plan
-    return layer
+    # Rows of draft_vocab are a copy too, and larger in bfloat16.
+    most = memory_of(device) * _HEAD_SHARE if ids is None else math.inf
+    shape = (model.vocab_size // world, model.hidden_size, dtype.itemsize)
+    return next((plan for plan in plans if plan.head_bytes(*shape) <= most), layer)
+
+
+def _check_asked(asked: str, takes_fp8: bool, takes_int4: bool) -> None:
+    if asked == "float8_e4m3fn":
+        remedy = "its kernels need compute capability 8.9, pass auto"
+        check(takes_fp8, "draft_dtype", "be auto, int4 or weights on this GPU", asked, remedy)
+    elif asked == "int4":
+        limit = "its kernels need compute capability 8.0 and bfloat16, pass auto"
+        check(takes_int4, "draft_dtype", "be auto or weights on this GPU", asked, limit)
 
 
 def _with_int4_head(plan: DraftPlan, model: ModelConfig) -> DraftPlan | None:

@@ -203,7 +203,7 @@ class Runner:
         with self._at_own_pace():
             parts = build(spec, self._progress, fill, memory=self.memory, tower_path=self.spec.config.model)
             _, _, step, self.programs, self.moves, self.later, self.encoder = parts
-            # Last: a runner with a step is awake.
+            # Last, because a runner that has a step counts as awake.
             self.step = step
 
     @property

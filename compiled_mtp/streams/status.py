@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-# "ok" while it takes requests, "draining" while it only finishes open ones, "hung" while a step takes too
-# long, "stopped" when it has ended.
+# The engine takes requests ("ok"), only finishes open ones ("draining"), has a step that takes too long
+# ("hung") or has ended ("stopped").
 Status = Literal["ok", "draining", "hung", "stopped"]
 
 

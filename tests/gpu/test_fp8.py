@@ -143,34 +143,32 @@ def test_quantised_rows_agree_with_the_cpus(directory: Path) -> None:
     assert apart < bound
 
 
+def check_drafts(directory: Path, draft_dtype: str, **options: Any) -> None:
+    """Drafts in a dtype give the tokens of no drafts, with few rows and with many."""
+    torch._dynamo.reset()
+    expected = streams(directory, mtp_step=0, max_batch=1, **options)
+    options["draft_dtype"] = draft_dtype
+    for given in ({"max_batch": 3}, {"max_batch": 20, "batch_sizes": (20,)}, {"draft_vocab": 200}):
+        torch._dynamo.reset()
+        assert streams(directory, mtp_step=3, **given, **options) == expected
+
+
 @pytest.mark.parametrize("compile", ["off", "auto"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_same_tokens_with_drafts_in_fp8(tmp_path: Path, family: str, dtype: str, compile: str) -> None:
-    """The MTP layer's linears and the draft's head, with few rows and with many."""
+    """The MTP layer's linears and the draft's head."""
     directory = write_checkpoint(tmp_path, family)
-    options = {"dtype": dtype, "compile": compile}
-    torch._dynamo.reset()
-    expected = streams(directory, mtp_step=0, max_batch=1, **options)
-    options["draft_dtype"] = "float8_e4m3fn"
-    for given in ({"max_batch": 3}, {"max_batch": 20, "batch_sizes": (20,)}, {"draft_vocab": 200}):
-        torch._dynamo.reset()
-        assert streams(directory, mtp_step=3, **given, **options) == expected
+    check_drafts(directory, "float8_e4m3fn", dtype=dtype, compile=compile)
 
 
 @pytest.mark.parametrize("compile", ["off", "auto"])
 def test_same_tokens_with_a_draft_head_in_int4(tmp_path: Path, compile: str) -> None:
     directory = write_checkpoint(tmp_path, "qwen3_5", hidden_size=256)
-    options = {"dtype": "bfloat16", "compile": compile}
-    torch._dynamo.reset()
-    expected = streams(directory, mtp_step=0, max_batch=1, **options)
-    options["draft_dtype"] = "int4"
-    for given in ({"max_batch": 3}, {"max_batch": 20, "batch_sizes": (20,)}, {"draft_vocab": 200}):
-        torch._dynamo.reset()
-        assert streams(directory, mtp_step=3, **given, **options) == expected
-    step = gpu_engine(directory, **options).runner.step
-    assert step.draft_head is not None
-    assert step.draft_head.dtype == torch.int16
+    check_drafts(directory, "int4", dtype="bfloat16", compile=compile)
+    head = gpu_engine(directory, dtype="bfloat16", draft_dtype="int4").runner.step.draft_head
+    assert head is not None
+    assert head.dtype == torch.int16
 
 
 def test_auto_drafts_in_fp8(directory: Path) -> None:
